@@ -1,0 +1,83 @@
+// Checkpoints: reading and writing the files of Python's torch.save without Python.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace gptfast {
+
+using at::Tensor;
+
+/// Named tensors in file order: what Python calls a state dict.
+class StateDict {
+ public:
+  using Entry = std::pair<std::string, Tensor>;
+
+  /// nullptr when absent.
+  const Tensor* find(std::string_view name) const;
+  bool contains(std::string_view name) const { return find(name) != nullptr; }
+  /// Throws naming the tensor when absent.
+  const Tensor& at(std::string_view name) const;
+  /// Replaces in place, or appends.
+  void set(const std::string& name, Tensor tensor);
+  /// Removes and returns; throws naming the tensor when absent. The others keep their order.
+  Tensor take(std::string_view name);
+
+  size_t size() const { return entries_.size(); }
+  bool empty() const { return entries_.empty(); }
+  auto begin() const { return entries_.begin(); }
+  auto end() const { return entries_.end(); }
+
+ private:
+  std::vector<Entry> entries_;
+  std::unordered_map<std::string, size_t> index_;
+};
+
+/// Reads what Python's torch.save wrote: a dict, an OrderedDict, a module's state_dict() with its _metadata, or any of these
+/// under "model"; tensors and Parameters, shared storages, pickle protocols 2 to 5, zip and legacy files. Nested dicts give
+/// names joined by '/'. No code in a file is ever executed: a global outside the allow-list is refused by name.
+///
+/// The file is mapped once and tensors are views of the mapping (copy-on-write), which lives as long as any of them; sizes,
+/// offsets and strides are checked against the file. Throws c10::Error with one line that names the file, what it is (an HTML
+/// page, a Git-LFS pointer, a TorchScript archive, a safetensors file, a truncated file, ...) and what to do.
+///
+/// `records`, when given, receives the small extra zip records that are ours (see CheckpointWriter::set_record).
+StateDict load_checkpoint(const std::filesystem::path& file, std::map<std::string, std::string>* records = nullptr);
+
+/// Writes a .pth tensor by tensor, for models larger than memory. Python reads the result with
+/// torch.load(weights_only=True, mmap=True): a plain dict with the keys in the order of add().
+/// Nothing appears under `file` before finish(): a temporary file in the same directory is synced and renamed.
+/// The destructor removes an unfinished temporary file.
+class CheckpointWriter {
+ public:
+  explicit CheckpointWriter(const std::filesystem::path& file);
+  ~CheckpointWriter();
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+
+  /// Appends one tensor (made contiguous, copied from its device). Throws when the name was used or the disk is full.
+  void add(const std::string& name, const Tensor& tensor);
+  /// Adds a record `extra/<name>` beside the tensors, which Python ignores.
+  void set_record(const std::string& name, const std::string& bytes);
+  /// Completes the file. Throws naming the file when that fails.
+  void finish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// CheckpointWriter over a whole StateDict.
+void save_checkpoint(const std::filesystem::path& file, const StateDict& tensors,
+                     const std::map<std::string, std::string>& records = {});
+
+}  // namespace gptfast

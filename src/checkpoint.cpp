@@ -1,0 +1,1 @@
+#include "gptfast/checkpoint.h"

@@ -1,0 +1,1 @@
+#include "gptfast/config.h"
