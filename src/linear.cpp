@@ -1,1 +1,129 @@
 #include "gptfast/linear.h"
+
+#include <ATen/ATen.h>
+
+#include "gptfast/checkpoint.h"
+#include "gptfast/ops.h"
+#include "int4_layout.h"
+
+namespace gptfast {
+WeightFormat floating_format(at::ScalarType dtype, const std::string& name) {
+  switch (dtype) {
+    case at::kFloat:
+      return WeightFormat::kFloat32;
+    case at::kBFloat16:
+      return WeightFormat::kBFloat16;
+    case at::kHalf:
+      return WeightFormat::kFloat16;
+    default:
+      TORCH_CHECK(false, "tensor '", name, "' has dtype ", dtype,
+                  ", expected float32, bfloat16, float16, int8 with scales or int4 with "
+                  "scales_and_zeros");
+  }
+}
+
+const char* to_string(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFloat32:
+      return "float32";
+    case WeightFormat::kBFloat16:
+      return "bfloat16";
+    case WeightFormat::kFloat16:
+      return "float16";
+    case WeightFormat::kInt8:
+      return "int8";
+    case WeightFormat::kInt4:
+      return "int4";
+  }
+  return "";
+}
+
+WeightScheme weight_scheme(const StateDict& tensors, const std::string& fqn, int64_t in_features) {
+  const Tensor& weight = tensors.at(fqn + ".weight");
+  if (const Tensor* scales_and_zeros = tensors.find(fqn + ".scales_and_zeros")) {
+    return {WeightFormat::kInt4, int4_groupsize(weight, *scales_and_zeros, in_features, fqn)};
+  }
+  if (weight.scalar_type() == at::kChar) {
+    const Tensor& scales = tensors.at(fqn + ".scales");
+    TORCH_CHECK(scales.dim() == 1 && scales.size(0) == weight.size(0), "tensor '", fqn,
+                ".scales' has shape ", scales.sizes(), ", expected [", weight.size(0),
+                "], one scale per row of the int8 weight");
+    return {WeightFormat::kInt8};
+  }
+  return {floating_format(weight.scalar_type(), fqn + ".weight")};
+}
+
+LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, WeightScheme scheme)
+    : in_features(in_features), out_features(out_features), scheme(scheme) {
+  switch (scheme.format) {
+    case WeightFormat::kInt8:  // WeightOnlyInt8Linear
+      weight = register_buffer("weight", at::empty({0}, at::kChar));
+      scales = register_buffer("scales", at::empty({0}));
+      break;
+    case WeightFormat::kInt4:  // WeightOnlyInt4Linear
+      weight = register_buffer("weight", at::empty({0}, at::kInt));
+      scales_and_zeros = register_buffer("scales_and_zeros", at::empty({0}));
+      break;
+    default:  // nn.Linear
+      weight = register_parameter("weight", at::empty({0}), /*requires_grad=*/false);
+  }
+}
+
+Tensor LinearImpl::forward(const Tensor& x) {
+  switch (scheme.format) {
+    case WeightFormat::kInt8:
+      return at::linear(x, weight.to(x.scalar_type())) * scales;
+    case WeightFormat::kInt4:
+      return at::linear(x.to(at::kFloat), dequantize()).to(x.scalar_type());
+    default:
+      return at::linear(x, weight);
+  }
+}
+
+Tensor LinearImpl::dequantize() const {
+  switch (scheme.format) {
+    case WeightFormat::kInt8:
+      return weight.to(at::kFloat) * scales.to(at::kFloat).unsqueeze(1);
+    case WeightFormat::kInt4:
+      return int4_weight().dequantize();
+    default:
+      return weight.to(at::kFloat);
+  }
+}
+
+Int4Weight LinearImpl::int4_weight() const {
+  return unpack_int4(weight, scales_and_zeros, in_features, scheme.layout);
+}
+
+Tensor Int4Weight::dequantize() const {
+  const int64_t n = q.size(0);
+  const Tensor nibbles = at::stack({q.bitwise_and(15), at::bitwise_right_shift(q, 4)}, /*dim=*/-1)
+                             .view({n, -1})
+                             .narrow(1, 0, in_features)
+                             .to(at::kFloat);  // [N, K]
+  const auto per_column = [&](const Tensor& per_group) {
+    return per_group.to(at::kFloat)
+        .repeat_interleave(groupsize, /*dim=*/1)
+        .narrow(1, 0, in_features);
+  };
+  return (nibbles - 8) * per_column(scales) + per_column(zeros);
+}
+
+void LinearImpl::prepare(at::Device device) {
+  if (scheme.format == WeightFormat::kInt4) packed_ = ops::pack_int4(int4_weight(), device);
+  if (scheme.format == WeightFormat::kInt8)
+    kernel_scales_ = scales.to(device, at::kFloat).contiguous();
+}
+
+WeightView LinearImpl::view() const {
+  const bool int8 = scheme.format == WeightFormat::kInt8,
+             int4 = scheme.format == WeightFormat::kInt4;
+  return {.format = scheme.format,
+          .n = out_features,
+          .k = in_features,
+          .groupsize = scheme.groupsize,
+          .data = int4 ? packed_.const_data_ptr() : weight.const_data_ptr(),
+          .scales = int8 ? kernel_scales_.const_data_ptr<float>() : nullptr};
+}
+
+}  // namespace gptfast

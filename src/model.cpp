@@ -1,1 +1,269 @@
 #include "gptfast/model.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <numbers>
+
+#include "gptfast/checkpoint.h"
+
+namespace gptfast {
+
+// ---- KVCache
+
+void KVCache::update(const Tensor& input_pos, const Tensor& k, const Tensor& v,
+                     int64_t first_slot) {
+  k_cache.narrow(0, first_slot, k.size(0)).index_copy_(/*dim=*/2, input_pos, k);
+  v_cache.narrow(0, first_slot, v.size(0)).index_copy_(/*dim=*/2, input_pos, v);
+}
+
+// ---- RMSNorm, Embedding
+
+RMSNormImpl::RMSNormImpl(int64_t dim, double eps) : eps(eps) {
+  weight = register_parameter("weight", at::ones({dim}), /*requires_grad=*/false);
+}
+
+Tensor RMSNormImpl::forward(const Tensor& x) {
+  const Tensor x32 = x.to(at::kFloat);
+  const Tensor normed = x32 * at::rsqrt(at::mean(x32 * x32, /*dim=*/-1, /*keepdim=*/true) + eps);
+  return normed.to(x.scalar_type()) * weight;
+}
+
+EmbeddingImpl::EmbeddingImpl(int64_t vocab_size, int64_t dim) {
+  weight = register_parameter("weight", at::empty({vocab_size, dim}), /*requires_grad=*/false);
+}
+
+Tensor EmbeddingImpl::forward(const Tensor& idx) {
+  return at::embedding(weight, idx);
+}
+
+// ---- Attention
+
+AttentionImpl::AttentionImpl(const ModelArgs& config, const SchemeOf& scheme,
+                             const std::string& fqn)
+    : n_head(config.n_head), n_local_heads(config.n_local_heads), head_dim(config.head_dim) {
+  wqkv = register_module("wqkv", Linear(config.dim, config.qkv_dim(), scheme(fqn + ".wqkv")));
+  wo = register_module("wo", Linear(n_head * head_dim, config.dim, scheme(fqn + ".wo")));
+}
+
+Tensor AttentionImpl::forward(const Tensor& x, const ForwardContext& context) {
+  const int64_t B = x.size(0), S = x.size(1), kv_size = n_local_heads * head_dim;
+  const auto qkv =
+      wqkv->forward(x).split_with_sizes({n_head * head_dim, kv_size, kv_size}, /*dim=*/-1);
+  const Tensor q =
+      apply_rotary_emb(qkv[0].view({B, S, n_head, head_dim}), context.freqs_cis).transpose(1, 2);
+  const Tensor k = apply_rotary_emb(qkv[1].view({B, S, n_local_heads, head_dim}), context.freqs_cis)
+                       .transpose(1, 2);
+  const Tensor v = qkv[2].view({B, S, n_local_heads, head_dim}).transpose(1, 2);
+  kv_cache.update(context.input_pos, k, v, context.first_slot);
+
+  // Only the used part of the cache is read: cost follows the length of the text, not of the
+  // allocation.
+  const auto used = [&](const Tensor& cache) {  // [B, H, used, Dh]
+    return cache.narrow(0, context.first_slot, B)
+        .narrow(2, 0, context.used)
+        .repeat_interleave(n_head / n_local_heads, /*dim=*/1);
+  };
+  const bool is_causal = !context.mask.defined() && S > 1;
+  const Tensor y =
+      at::scaled_dot_product_attention(q, used(kv_cache.k_cache), used(kv_cache.v_cache),
+                                       context.mask.defined() ? std::make_optional(context.mask)
+                                                              : std::nullopt,
+                                       /*dropout_p=*/0.0, is_causal);  // [B, H, S, Dh]
+  return wo->forward(y.transpose(1, 2).reshape({B, S, n_head * head_dim}));
+}
+
+// ---- FeedForward
+
+FeedForwardImpl::FeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme,
+                                 const std::string& fqn) {
+  w1 = register_module("w1", Linear(config.dim, config.intermediate_size, scheme(fqn + ".w1")));
+  w3 = register_module("w3", Linear(config.dim, config.intermediate_size, scheme(fqn + ".w3")));
+  w2 = register_module("w2", Linear(config.intermediate_size, config.dim, scheme(fqn + ".w2")));
+}
+
+Tensor FeedForwardImpl::forward(const Tensor& x) {
+  return w2->forward(at::silu(w1->forward(x)) * w3->forward(x));
+}
+
+// ---- TransformerBlock
+
+TransformerBlockImpl::TransformerBlockImpl(const ModelArgs& config, const SchemeOf& scheme,
+                                           const std::string& fqn) {
+  attention = register_module("attention", Attention(config, scheme, fqn + ".attention"));
+  feed_forward =
+      register_module("feed_forward", FeedForward(config, scheme, fqn + ".feed_forward"));
+  ffn_norm = register_module("ffn_norm", RMSNorm(config.dim, config.norm_eps));
+  attention_norm = register_module("attention_norm", RMSNorm(config.dim, config.norm_eps));
+}
+
+Tensor TransformerBlockImpl::forward(const Tensor& x, const ForwardContext& context) {
+  const Tensor h = x + attention->forward(attention_norm->forward(x), context);
+  return h + feed_forward->forward(ffn_norm->forward(h));
+}
+
+// ---- Transformer
+
+TransformerImpl::TransformerImpl(const ModelArgs& args, const SchemeOf& scheme) : config(args) {
+  tok_embeddings = register_module("tok_embeddings", Embedding(config.vocab_size, config.dim));
+  auto list = register_module("layers", torch::nn::ModuleList());
+  for (int64_t i = 0; i < config.n_layer; ++i) {
+    layers.emplace_back(config, scheme, "layers." + std::to_string(i));
+    list->push_back(layers.back());
+  }
+  norm = register_module("norm", RMSNorm(config.dim, config.norm_eps));
+  output = register_module("output", Linear(config.dim, config.vocab_size, scheme("output")));
+}
+
+void TransformerImpl::set_reference(bool on) {
+  reference_ = on;
+  for (const auto& module : modules()) {
+    if (auto* linear = module->as<LinearImpl>()) linear->reference = on;
+  }
+}
+
+void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
+  if (max_batch_size >= batch_size && max_seq_length >= seq_length) return;
+  max_batch_size = std::max(max_batch_size, batch_size);
+  max_seq_length = std::max(max_seq_length, find_multiple(seq_length, 8));
+  const auto options = at::TensorOptions(device()).dtype(dtype());
+  for (auto& layer : layers) {
+    KVCache& cache = layer->attention->kv_cache;
+    cache = {};  // frees the old one first
+    const std::vector<int64_t> shape = {max_batch_size, config.n_local_heads, max_seq_length,
+                                        config.head_dim};
+    cache = {.k_cache = at::zeros(shape, options), .v_cache = at::zeros(shape, options)};
+  }
+  freqs_cis_ = precompute_freqs_cis(max_seq_length, config.head_dim, config.rope_base, dtype(),
+                                    config.rope_scaling)
+                   .to(device());
+  buffers_ = ops::make_step_buffers(config, max_seq_length, device());
+}
+
+Tensor TransformerImpl::hidden(const Tensor& idx, const Tensor& input_pos, int64_t first_slot) {
+  TORCH_CHECK(freqs_cis_.defined(), "setup_caches must be called before forward");
+  const int64_t S = input_pos.numel(), used = input_pos.max().item<int64_t>() + 1;
+  TORCH_CHECK(idx.size(1) == S && used <= max_seq_length &&
+                  first_slot + idx.size(0) <= max_batch_size,
+              "idx ", idx.sizes(), " at positions up to ", used - 1, " does not fit caches of ",
+              max_batch_size, " slots of ", max_seq_length, " tokens");
+  ForwardContext context{.input_pos = input_pos.to(at::kLong),
+                         .freqs_cis = freqs_cis_.index_select(0, input_pos),
+                         .mask = {},
+                         .used = used,
+                         .first_slot = first_slot};
+  if (S > 1 &&
+      used != S) {  // a prompt from position 0 is plainly causal, one token sees everything
+    const Tensor cache_pos = at::arange(used, context.input_pos.options());
+    context.mask =
+        (cache_pos.unsqueeze(0) <= context.input_pos.unsqueeze(1)).unsqueeze(0).unsqueeze(0);
+  }
+  Tensor x = tok_embeddings->forward(idx);  // [B, S, D]
+  for (auto& layer : layers) x = layer->forward(x, context);
+  return x;
+}
+
+Tensor TransformerImpl::forward(const Tensor& idx, const Tensor& input_pos, int64_t first_slot) {
+  return output->forward(norm->forward(hidden(idx, input_pos, first_slot)));
+}
+
+Tensor TransformerImpl::last_logits(const Tensor& idx, const Tensor& input_pos,
+                                    int64_t first_slot) {
+  return output->forward(norm->forward(hidden(idx, input_pos, first_slot).select(/*dim=*/1, -1)));
+}
+
+Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tensor& slot,
+                             const SamplingParams& params) {
+  const StepRows rows{.tokens = tokens, .pos = pos, .slot = slot};
+  StepBuffers& b = buffers_;
+  const int64_t M = rows.rows();
+  TORCH_CHECK(b.x.defined(), "setup_caches must be called before step");
+  TORCH_CHECK(M >= 1 && M <= kMaxStepRows, "a step has 1 to ", kMaxStepRows, " rows, got ", M);
+
+  ops::embed(rows, tok_embeddings->weight, b.x);
+  for (auto& layer : layers) {
+    AttentionImpl& attention = *layer->attention;
+    FeedForwardImpl& ffn = *layer->feed_forward;
+    KVCache& cache = attention.kv_cache;
+    ops::rms_qkv_rope_append(rows, b.x, layer->attention_norm->weight, config.norm_eps,
+                             *attention.wqkv, freqs_cis_, b.q, cache.k_cache, cache.v_cache);
+    ops::attention_decode(rows, b.q, cache.k_cache, cache.v_cache, b.partials, b.y);
+    ops::o_proj_residual(M, b.y, *attention.wo, b.x);
+    ops::rms_gate_up_silu(M, b.x, layer->ffn_norm->weight, config.norm_eps, *ffn.w1, *ffn.w3, b.h);
+    ops::down_proj_residual(M, b.h, *ffn.w2, b.x);
+  }
+  ops::rms_lm_head(M, b.x, norm->weight, config.norm_eps, *output, b.logits);
+  ops::sample(rows, b.logits, params, b.next);
+  return b.next;
+}
+
+// ---- Rotary embedding
+
+namespace {
+
+/// Llama-3.1: long wavelengths are stretched by `factor`, short ones kept, those between
+/// interpolated.
+Tensor apply_rope_scaling(const Tensor& freqs, const RopeScaling& s) {
+  const auto old_len = static_cast<double>(s.original_max_position_embeddings);
+  const double low_freq_wavelen = old_len / s.low_freq_factor,
+               high_freq_wavelen = old_len / s.high_freq_factor;
+  const Tensor wavelen =
+      freqs.reciprocal() * (2 * std::numbers::pi);  // Python's 2 * pi / freq rounds like this
+  const Tensor smooth = (wavelen.reciprocal() * old_len - s.low_freq_factor) /
+                        (s.high_freq_factor - s.low_freq_factor);
+  const Tensor between = (1 - smooth) * freqs / s.factor + smooth * freqs;
+  return at::where(wavelen < high_freq_wavelen, freqs,
+                   at::where(wavelen > low_freq_wavelen, freqs / s.factor, between));
+}
+
+}  // namespace
+
+Tensor precompute_freqs_cis(int64_t seq_len, int64_t n_elem, double base, at::ScalarType dtype,
+                            const std::optional<RopeScaling>& scaling) {
+  const Tensor exponent =
+      at::arange(0, n_elem, 2, at::kLong).to(at::kFloat) / static_cast<double>(n_elem);
+  Tensor freqs = at::pow(base, exponent).reciprocal();
+  if (scaling) freqs = apply_rope_scaling(freqs, *scaling);
+  const Tensor angles = at::outer(at::arange(seq_len, at::kFloat), freqs);  // [T, Dh/2]
+  const Tensor cis = at::view_as_real(at::polar(at::ones_like(angles), angles));
+  return cis.to(dtype).to(at::kFloat).contiguous();
+}
+
+Tensor apply_rotary_emb(const Tensor& x, const Tensor& freqs_cis) {
+  const Tensor pairs = x.to(at::kFloat).reshape({x.size(0), x.size(1), x.size(2), -1, 2});
+  const Tensor cis = freqs_cis.view({1, x.size(1), 1, -1, 2});
+  const Tensor re = pairs.select(-1, 0), im = pairs.select(-1, 1), cos = cis.select(-1, 0),
+               sin = cis.select(-1, 1);
+  return at::stack({re * cos - im * sin, im * cos + re * sin}, /*dim=*/-1)
+      .flatten(/*start_dim=*/3)
+      .to(x.scalar_type());
+}
+
+// ---- Sizes
+
+namespace {
+
+template <typename Measure>
+int64_t sum_but_embeddings(const TransformerImpl& model, Measure measure) {
+  int64_t total = 0;
+  for (const auto& child : model.named_children()) {
+    if (child.value()->as<EmbeddingImpl>() != nullptr) continue;
+    for (const Tensor& t : child.value()->parameters()) total += measure(t);
+    for (const Tensor& t : child.value()->buffers()) total += measure(t);
+  }
+  return total;
+}
+
+}  // namespace
+
+int64_t model_bytes(const TransformerImpl& model) {
+  return sum_but_embeddings(model, [](const Tensor& t) {
+    return t.numel() * static_cast<int64_t>(t.element_size());
+  });
+}
+
+int64_t model_params(const TransformerImpl& model) {
+  return sum_but_embeddings(model, [](const Tensor& t) { return t.numel(); });
+}
+
+}  // namespace gptfast

@@ -13,12 +13,11 @@ namespace gptfast {
 
 struct GenerateOptions {
   int64_t max_new_tokens = 200;
-  int64_t batch_size = 1;             ///< rows of the same prompt; row b samples with seed + b
+  int64_t batch_size = 1;  ///< rows of the same prompt; row b samples with seed + b
   SamplingOptions sampling;
-  std::vector<int32_t> stop_tokens;   ///< empty: never stop early (--ignore_eos)
-  bool reference = false;             ///< decode through forward() instead of step()
-  bool return_logits = false;         ///< keep the logits of every token that was fed (row 0)
-  int64_t start_pos = 0;              ///< cache positions that already hold the conversation so far
+  std::vector<int32_t> stop_tokens;  ///< empty: never stop early (--ignore_eos)
+  bool return_logits = false;        ///< keep the logits of every token that was fed (row 0)
+  int64_t start_pos = 0;             ///< cache positions that already hold the conversation so far
   /// Called for each new token as soon as it is known; returning false ends that row ("stop").
   std::function<bool(int64_t row, int32_t token)> callback;
 };
@@ -39,19 +38,23 @@ struct GenerateResult {
   std::vector<int64_t> accept_counts;  ///< speculation only: rounds that added i + 1 tokens
   Tensor logits;                       ///< [tokens fed, V] float32 when return_logits
 
-  int64_t new_tokens() const;          ///< of all rows
-  double tokens_per_sec() const;        ///< new tokens / seconds, prefill included (the original's figure)
+  int64_t new_tokens() const;  ///< of all rows
+  double tokens_per_sec()
+      const;  ///< new tokens / seconds, prefill included (the original's figure)
   double decode_tokens_per_sec() const;  ///< without the prefill and its token
 };
 
-/// Continues `prompt` (ids, BOS included where wanted) by up to max_new_tokens. Throws before any work when the prompt is empty,
-/// holds ids outside the vocabulary or does not fit the context; a row that reaches the context's end finishes with kContext.
-/// NaN logits throw, naming the position.
-GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt, const GenerateOptions& options);
+/// Continues `prompt` (ids, BOS included where wanted) by up to max_new_tokens. Throws before any
+/// work when the prompt is empty, holds ids outside the vocabulary or does not fit the context; a
+/// row that reaches the context's end finishes with kContext. NaN logits throw, naming the
+/// position.
+GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
+                        const GenerateOptions& options);
 
-/// Runs `prompt` at positions start_pos.. of slot 0 and returns the next token of that row (prefill of generate.py). `logits`, when
+/// Runs `prompt` at positions start_pos .. of cache slot 0 and returns the logits of its last
+/// position, [1, V] float32 (prefill of generate.py without the sampling). `all_logits`, when
 /// given, receives [S, V] float32.
-int32_t prefill(Transformer& model, const std::vector<int32_t>& prompt, int64_t start_pos, const SamplingParams& params,
-                bool reference, Tensor* logits = nullptr);
+Tensor prefill(Transformer& model, const std::vector<int32_t>& prompt, int64_t start_pos,
+               Tensor* all_logits = nullptr);
 
 }  // namespace gptfast

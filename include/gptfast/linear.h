@@ -1,4 +1,5 @@
-// Linear and its weight formats. A Linear knows its format from construction; kernels see it as a WeightView.
+// Linear and its weight formats. A Linear knows its format from construction; kernels see it as a
+// WeightView.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,7 @@ namespace gptfast {
 
 using at::Tensor;
 class StateDict;
+enum class Int4Layout;  // how a file lays the nibbles out; src/int4_layout.h
 
 enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 
@@ -23,18 +25,21 @@ const char* to_string(WeightFormat format);
 struct WeightScheme {
   WeightFormat format = WeightFormat::kBFloat16;
   int64_t groupsize = 0;  ///< columns that share a scale and a zero; int4 only
+  Int4Layout layout{};    ///< of the file's tensor; told by its contents unless named
 };
 
-/// The scheme of the linear layer `fqn` ("layers.0.attention.wqkv") as a checkpoint stores it, from keys and dtypes alone:
-/// a floating `weight`; int8 `weight` [N, K] with `scales` [N]; or int4 `weight` with `scales_and_zeros` [K/g, N, 2].
-/// K is the layer's true in_features. Throws naming the tensor when its shape fits no scheme.
+/// The scheme of the linear layer `fqn` ("layers.0.attention.wqkv") as a checkpoint stores it, from
+/// keys and dtypes alone: a floating `weight`; int8 `weight` [N, K] with `scales` [N]; or int4
+/// `weight` with `scales_and_zeros` [K/g, N, 2]. K is the layer's true in_features. Throws naming
+/// the tensor when its shape fits no scheme.
 WeightScheme weight_scheme(const StateDict& tensors, const std::string& fqn, int64_t in_features);
 
 /// Scheme of each linear layer by name; what module constructors take.
 using SchemeOf = std::function<WeightScheme(const std::string& fqn)>;
 
-/// The canonical form of an int4 weight, between files and kernels (DESIGN: the only layout that code outside checkpoint
-/// conversion and packing sees): w[n, k] = (q[n, k] - 8) * scales[n, k / g] + zeros[n, k / g], in fp32.
+/// The canonical form of an int4 weight, between files and kernels (DESIGN: the only layout that
+/// code outside checkpoint conversion and packing sees): w[n, k] = (q[n, k] - 8) * scales[n, k / g]
+/// + zeros[n, k / g], in fp32.
 struct Int4Weight {
   Tensor q;       ///< [N, ceil(K/2)] uint8, even column in the low nibble
   Tensor scales;  ///< [N, ceil(K/g)] bfloat16 or float32
@@ -45,10 +50,12 @@ struct Int4Weight {
   Tensor dequantize() const;  ///< [N, K] float32
 };
 
-/// What a kernel reads: raw pointers on one device, valid as long as the Linear. Layout of `data` by format:
+/// What a kernel reads: raw pointers on one device, valid as long as the Linear. Layout of `data`
+/// by format:
 ///   float32/bfloat16/float16  [n, k] row-major
 ///   int8                      [n, k] row-major, `scales` [n] float32
-///   int4                      packed by ops::pack_int4 for the device; scales and zeros are inside `data`
+///   int4                      packed by ops::pack_int4 for the device; scales and zeros are inside
+///   `data`
 struct WeightView {
   WeightFormat format = WeightFormat::kFloat32;
   int64_t n = 0;          ///< out_features
@@ -58,18 +65,21 @@ struct WeightView {
   const float* scales = nullptr;  ///< int8 only
 };
 
-/// y = x W^T without bias. Parameters and buffers carry the names of the original's modules (nn.Linear, WeightOnlyInt8Linear,
-/// WeightOnlyInt4Linear of quantize.py), so that named_parameters() and named_buffers() give the keys of the .pth.
+/// y = x W^T without bias. Parameters and buffers carry the names of the original's modules
+/// (nn.Linear, WeightOnlyInt8Linear, WeightOnlyInt4Linear of quantize.py), so that
+/// named_parameters() and named_buffers() give the keys of the .pth.
 struct LinearImpl : torch::nn::Module {
   LinearImpl(int64_t in_features, int64_t out_features, WeightScheme scheme);
 
-  /// x [..., K] floating -> [..., N] in x's dtype. Literal translation of the original's forward; int4 dequantizes to fp32.
+  /// x [..., K] floating -> [..., N] in x's dtype. Literal translation of the original's forward;
+  /// int4 dequantizes to fp32.
   Tensor forward(const Tensor& x);
   /// [N, K] in float32: the values that every kernel of this layer computes with.
   Tensor dequantize() const;
   /// The canonical int4 weight; int4 only.
   Int4Weight int4_weight() const;
-  /// Called once after the tensors are loaded: makes what kernels on `device` want (int4 packing, fp32 int8 scales).
+  /// Called once after the tensors are loaded: makes what kernels on `device` want (int4 packing,
+  /// fp32 int8 scales).
   void prepare(at::Device device);
   /// Valid after prepare().
   WeightView view() const;
@@ -77,14 +87,18 @@ struct LinearImpl : torch::nn::Module {
   int64_t in_features;
   int64_t out_features;
   WeightScheme scheme;
+  bool reference = false;   ///< forward() in plain ATen whatever kernels exist
   Tensor weight;            ///< [N, K]; int4: as in the file
   Tensor scales;            ///< [N]; int8 only
   Tensor scales_and_zeros;  ///< [Kp/g, N, 2], Kp >= K padded; int4 only
 
  private:
-  Tensor packed_;         // int4: the device's layout. Not registered: it is no part of the checkpoint
+  Tensor packed_;  // int4: the device's layout. Not registered: it is no part of the checkpoint
   Tensor kernel_scales_;  // int8: [N] float32
 };
 TORCH_MODULE(Linear);
+
+/// The format of a floating weight of `dtype`; throws naming the tensor for any other dtype.
+WeightFormat floating_format(at::ScalarType dtype, const std::string& name);
 
 }  // namespace gptfast

@@ -1,6 +1,7 @@
 // The model, in the order and with the names of gpt-fast's model.py.
 //
-// Shapes: B batch, S query length, T cache length, D dim, H heads, Hkv key/value heads, Dh head dim, I intermediate, V vocab,
+// Shapes: B batch, S query length, T cache length, D dim, H heads, Hkv key/value heads, Dh head
+// dim, I intermediate, V vocab,
 //         M = B * S rows of a step.
 #pragma once
 
@@ -53,10 +54,11 @@ TORCH_MODULE(Embedding);
 
 /// What forward() shares between layers.
 struct ForwardContext {
-  Tensor input_pos;   // [S] int64
-  Tensor freqs_cis;   // [S, Dh/2, 2] float32
-  Tensor mask;        // [1, 1, S, T] bool, rows of the causal mask over the used cache; undefined when all is visible
-  int64_t used;       // cache positions to attend to: max(input_pos) + 1
+  Tensor input_pos;  // [S] int64
+  Tensor freqs_cis;  // [S, Dh/2, 2] float32
+  Tensor mask;   // [1, 1, S, T] bool, rows of the causal mask over the used cache; undefined when
+                 // all is visible
+  int64_t used;  // cache positions to attend to: max(input_pos) + 1
   int64_t first_slot;
 };
 
@@ -92,30 +94,39 @@ struct TransformerBlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(TransformerBlock);
 
-/// Two ways through one model. forward() is the literal translation of model.py in plain ATen: prefill, evaluation, the yardstick of
-/// the tests. step() runs the fused ops on at most kMaxStepRows rows: decode, short prompts, verification, batches.
+/// Two ways through one model. forward() is the literal translation of model.py in plain ATen:
+/// prefill, evaluation, the yardstick of the tests. step() runs the fused ops on at most
+/// kMaxStepRows rows: decode, short prompts, verification, batches.
 struct TransformerImpl : torch::nn::Module {
   TransformerImpl(const ModelArgs& config, const SchemeOf& scheme);
 
-  /// Allocates caches for `max_batch_size` slots of `max_seq_length` tokens; keeps larger ones that exist.
+  /// Allocates caches for `max_batch_size` slots of `max_seq_length` tokens; keeps larger ones that
+  /// exist.
   void setup_caches(int64_t max_batch_size, int64_t max_seq_length);
 
-  /// Logits [B, S, V] in the model's dtype of tokens idx [B, S] at positions input_pos [S]; rows go to slots first_slot ...
+  /// Logits [B, S, V] in the model's dtype of tokens idx [B, S] at positions input_pos [S]; rows go
+  /// to slots first_slot ...
   Tensor forward(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
   /// forward() that applies the head to the last position only: [B, V].
   Tensor last_logits(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
-  /// One fused step; see ops.h for the rows. Returns the next tokens [B] int32, a view that the following step overwrites.
-  /// step_logits() holds the logits until then.
-  Tensor step(const Tensor& tokens /* [B, S] */, const Tensor& pos /* [B] */, const Tensor& slot /* [B] */,
-              const SamplingParams& params);
+  /// One fused step; see ops.h for the rows. Returns the next tokens [B] int32, a view that the
+  /// following step overwrites. step_logits() holds the logits until then.
+  Tensor step(const Tensor& tokens /* [B, S] */, const Tensor& pos /* [B] */,
+              const Tensor& slot /* [B] */, const SamplingParams& params);
   Tensor step_logits() const { return buffers_.logits; }  // [kMaxStepRows, V] float32
+
+  /// Plain ATen everywhere (--reference): forward() uses no matrix kernels of ours and generate()
+  /// decodes through forward().
+  void set_reference(bool on);
+  bool reference() const { return reference_; }
 
   at::Device device() const { return tok_embeddings->weight.device(); }
   at::ScalarType dtype() const { return tok_embeddings->weight.scalar_type(); }
 
   ModelArgs config;
   Embedding tok_embeddings{nullptr};
-  std::vector<TransformerBlock> layers;  // the same blocks as the registered ModuleList "layers", with their type
+  std::vector<TransformerBlock>
+      layers;  // the same blocks as the registered ModuleList "layers", with their type
   RMSNorm norm{nullptr};
   Linear output{nullptr};
 
@@ -123,36 +134,42 @@ struct TransformerImpl : torch::nn::Module {
   int64_t max_seq_length = 0;
 
  private:
-  Tensor hidden(const Tensor& idx, const Tensor& input_pos, int64_t first_slot);  // [B, S, D] before the head
+  Tensor hidden(const Tensor& idx, const Tensor& input_pos,
+                int64_t first_slot);  // [B, S, D] before the head
 
+  bool reference_ = false;
   Tensor freqs_cis_;  // [T, Dh/2, 2] float32, rounded to the model's dtype as the original's table
   StepBuffers buffers_;
 };
 TORCH_MODULE(Transformer);
 
-/// cos and sin of the rotary embedding: [seq_len, n_elem / 2, 2] float32 holding values rounded to `dtype` (model.py).
+/// cos and sin of the rotary embedding: [seq_len, n_elem / 2, 2] float32 holding values rounded to
+/// `dtype` (model.py).
 Tensor precompute_freqs_cis(int64_t seq_len, int64_t n_elem, double base, at::ScalarType dtype,
                             const std::optional<RopeScaling>& scaling);
 /// Rotates interleaved pairs. x [B, S, H, Dh], freqs_cis [S, Dh/2, 2].
 Tensor apply_rotary_emb(const Tensor& x, const Tensor& freqs_cis);
 
 struct LoadOptions {
-  std::string config;                           ///< --config: table name or JSON file; empty: found beside the checkpoint
-  at::ScalarType precision = at::kBFloat16;     ///< floating tensors are cast to this, as the original does
+  std::string config;  ///< --config: table name or JSON file; empty: found beside the checkpoint
+  at::ScalarType precision =
+      at::kBFloat16;  ///< floating tensors are cast to this, as the original does
   at::Device device = at::kCPU;
+  bool reference = false;                                     ///< --reference
   std::function<void(int64_t done, int64_t total)> progress;  ///< bytes
 };
 
-/// Reads a checkpoint and builds the model in its weight formats. wq, wk, wv are fused to wqkv, {"model": ...} is unwrapped, a
-/// missing head is tied to the embedding where the configuration says so.
+/// Reads a checkpoint and builds the model in its weight formats. wq, wk, wv are fused to wqkv,
+/// {"model": ...} is unwrapped, a missing head is tied to the embedding where the configuration
+/// says so.
 Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadOptions& options);
 
 /// A model of random weights (N(0, 1) / sqrt(K), quantized at random) for benchmarks and tests.
-Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision, at::Device device,
-                         uint64_t seed);
+Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision,
+                         at::Device device, uint64_t seed);
 
-/// Bytes that one token streams: all parameters and buffers but embeddings (the original's _get_model_size); for a tied head the
-/// embedding counts once.
+/// Bytes that one token streams: all parameters and buffers but embeddings (the original's
+/// _get_model_size); for a tied head the embedding counts once.
 int64_t model_bytes(const TransformerImpl& model);
 /// The number of those parameters.
 int64_t model_params(const TransformerImpl& model);

@@ -1,9 +1,11 @@
-// The op set of one decode step: one declaration each. src/ops/reference.cpp defines what is correct in plain ATen, src/ops/cpu and
-// src/ops/cuda hold the kernels, src/ops/dispatch.cpp alone decides which one runs.
+// The op set of one decode step: one declaration each. src/ops/reference.cpp defines what is
+// correct in plain ATen, src/ops/cpu and src/ops/cuda hold the kernels, src/ops/dispatch.cpp alone
+// decides which one runs.
 //
-// Legend as in model.h. A step has M = B * S <= kMaxStepRows rows; row r = b * S + s is token tokens[b, s] at position pos[b] + s of
-// cache slot slot[b]. A row's result depends only on its own token, position and cache, never on M, on other rows or on the
-// allocated length: K is summed in a fixed order and the cache is split at multiples of kAttentionSplit positions, merged in order.
+// Legend as in model.h. A step has M = B * S <= kMaxStepRows rows; row r = b * S + s is token
+// tokens[b, s] at position pos[b] + s of cache slot slot[b]. A row's result depends only on its own
+// token, position and cache, never on M, on other rows or on the allocated length: K is summed in a
+// fixed order and the cache is split at multiples of kAttentionSplit positions, merged in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,21 +30,24 @@ struct StepRows {
   int64_t seq_len() const { return tokens.size(1); }
 };
 
-/// Activations of a step, allocated once. Kernels keep them in float32 on every device; the KV cache has the model's dtype.
+/// Activations of a step, allocated once. Kernels keep them in float32 on every device; the KV
+/// cache has the model's dtype.
 struct StepBuffers {
-  Tensor x;          ///< [kMaxStepRows, D] residual stream
-  Tensor q;          ///< [kMaxStepRows, H, Dh] after RoPE
-  Tensor y;          ///< [kMaxStepRows, H * Dh] attention output
-  Tensor h;          ///< [kMaxStepRows, I] silu(w1 x) * (w3 x)
-  Tensor logits;     ///< [kMaxStepRows, V]
-  Tensor partials;   ///< [kMaxStepRows, H, ceil(T / kAttentionSplit), Dh + 2] partial attention: output, max, sum
-  Tensor next;       ///< [kMaxStepRows] int32 sampled tokens
+  Tensor x;         ///< [kMaxStepRows, D] residual stream
+  Tensor q;         ///< [kMaxStepRows, H, Dh] after RoPE
+  Tensor y;         ///< [kMaxStepRows, H * Dh] attention output
+  Tensor h;         ///< [kMaxStepRows, I] silu(w1 x) * (w3 x)
+  Tensor logits;    ///< [kMaxStepRows, V]
+  Tensor partials;  ///< [kMaxStepRows, H, ceil(T / kAttentionSplit), Dh + 2] partial attention:
+                    ///< output, max, sum
+  Tensor next;      ///< [kMaxStepRows] int32 sampled tokens
 };
 
 namespace ops {
 
-/// The kernels that run for `device`: "cuda", "avx512", "avx2", "portable" or "reference". GPTFAST_CPU=portable|avx2|avx512|reference
-/// in the environment caps the CPU path (for tests and bug reports).
+/// The kernels that run for `device`: "cuda", "avx512", "avx2", "portable" or "reference".
+/// GPTFAST_CPU=portable|avx2|avx512|reference in the environment caps the CPU path (for tests and
+/// bug reports).
 const char* path(at::Device device);
 
 StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device);
@@ -50,34 +55,42 @@ StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, a
 /// The layout that the kernels of `device` read; a 1-D uint8 tensor on that device.
 Tensor pack_int4(const Int4Weight& weight, at::Device device);
 
-/// x[r] = table[tokens[r]]. An id outside the table gives NaN: ids are checked on the host, this keeps memory safe.
+/// x[r] = table[tokens[r]]. An id outside the table gives NaN: ids are checked on the host, this
+/// keeps memory safe.
 void embed(const StepRows& rows, const Tensor& table /* [V, D] */, Tensor& x /* [M, D] */);
 
-/// qkv = rms_norm(x) wqkv^T; q and k rotated (interleaved pairs); k and v written to the cache at the rows' positions.
-void rms_qkv_rope_append(const StepRows& rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight /* [D] */, double eps,
-                         const LinearImpl& wqkv, const Tensor& freqs_cis /* [T, Dh/2, 2] float32 */,
-                         Tensor& q /* [M, H, Dh] */, Tensor& k_cache /* [slots, Hkv, T, Dh] */, Tensor& v_cache);
+/// qkv = rms_norm(x) wqkv^T; q and k rotated (interleaved pairs); k and v written to the cache at
+/// the rows' positions.
+void rms_qkv_rope_append(const StepRows& rows, const Tensor& x /* [M, D] */,
+                         const Tensor& norm_weight /* [D] */, double eps, const LinearImpl& wqkv,
+                         const Tensor& freqs_cis /* [T, Dh/2, 2] float32 */,
+                         Tensor& q /* [M, H, Dh] */, Tensor& k_cache /* [slots, Hkv, T, Dh] */,
+                         Tensor& v_cache);
 
 /// y = softmax(q k^T / sqrt(Dh)) v over cache positions 0..pos of each row.
-void attention_decode(const StepRows& rows, const Tensor& q /* [M, H, Dh] */, const Tensor& k_cache, const Tensor& v_cache,
-                      Tensor& partials, Tensor& y /* [M, H * Dh] */);
+void attention_decode(const StepRows& rows, const Tensor& q /* [M, H, Dh] */, const Tensor& k_cache,
+                      const Tensor& v_cache, Tensor& partials, Tensor& y /* [M, H * Dh] */);
 
 /// x += y wo^T.
-void o_proj_residual(int64_t rows, const Tensor& y /* [M, H * Dh] */, const LinearImpl& wo, Tensor& x /* [M, D] */);
+void o_proj_residual(int64_t rows, const Tensor& y /* [M, H * Dh] */, const LinearImpl& wo,
+                     Tensor& x /* [M, D] */);
 
 /// h = silu(n w1^T) * (n w3^T), n = rms_norm(x).
-void rms_gate_up_silu(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight, double eps, const LinearImpl& w1,
-                      const LinearImpl& w3, Tensor& h /* [M, I] */);
+void rms_gate_up_silu(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight,
+                      double eps, const LinearImpl& w1, const LinearImpl& w3,
+                      Tensor& h /* [M, I] */);
 
 /// x += h w2^T.
-void down_proj_residual(int64_t rows, const Tensor& h /* [M, I] */, const LinearImpl& w2, Tensor& x /* [M, D] */);
+void down_proj_residual(int64_t rows, const Tensor& h /* [M, I] */, const LinearImpl& w2,
+                        Tensor& x /* [M, D] */);
 
 /// logits = rms_norm(x) output^T.
-void rms_lm_head(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight, double eps, const LinearImpl& output,
-                 Tensor& logits /* [M, V] */);
+void rms_lm_head(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight, double eps,
+                 const LinearImpl& output, Tensor& logits /* [M, V] */);
 
 /// next[b] from the last row of each b; semantics of gptfast::sample.
-void sample(const StepRows& rows, const Tensor& logits /* [M, V] */, const SamplingParams& params, Tensor& next /* [B] */);
+void sample(const StepRows& rows, const Tensor& logits /* [M, V] */, const SamplingParams& params,
+            Tensor& next /* [B] */);
 
 }  // namespace ops
 }  // namespace gptfast

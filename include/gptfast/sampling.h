@@ -24,15 +24,20 @@ struct SamplingParams {
 };
 
 /// Settings for B rows on `device`. Row b draws with seed + b, so rows of one prompt differ.
-SamplingParams make_sampling_params(const SamplingOptions& options, int64_t batch_size, at::Device device);
+SamplingParams make_sampling_params(const SamplingOptions& options, int64_t batch_size,
+                                    at::Device device);
 
-/// softmax(logits / max(temperature, 1e-5)) over the tokens whose logit is not below the top_k-th (ties at the pivot stay), as
-/// the original's logits_to_probs (generate.py). logits [..., V] floating, result in the same dtype. top_k <= 0: all.
+/// softmax(logits / max(temperature, 1e-5)) over the tokens whose logit is not below the top_k-th
+/// (ties at the pivot stay), as the original's logits_to_probs (generate.py). logits [..., V]
+/// floating, result in the same dtype. top_k <= 0: all.
 Tensor logits_to_probs(const Tensor& logits, double temperature, int64_t top_k);
 
-/// Next tokens [B] int32 from logits [B, V]: argmax at temperature 0 (ties to the lowest id), else argmax(p / e) with e ~ Exp(1),
-/// which draws from p (the original's multinomial_sample_one_no_sync). The noise of token id i at position pos[b] is a pure
-/// function of (seed[b], pos[b], i): the same seed gives the same tokens whatever runs beside. A row that holds NaN gives -1.
-Tensor sample(const Tensor& logits /* [B, V] */, const SamplingParams& params, const Tensor& pos /* [B] int32 */);
+/// Next token from one row of V logits: argmax at temperature 0 (ties to the lowest id), else
+/// argmax(p / e) with e ~ Exp(1), which draws from p (the original's
+/// multinomial_sample_one_no_sync). The noise of token i is a pure function of (seed, pos, i), pos
+/// being the position whose logits these are: the same seed gives the same tokens whatever runs
+/// beside. -1 when the row holds NaN.
+int32_t sample_row(const float* logits, int64_t vocab_size, double temperature, int64_t top_k,
+                   uint64_t seed, int64_t pos);
 
 }  // namespace gptfast

@@ -1,1 +1,68 @@
+// The only place that decides which kernels run.
+#include <ATen/ATen.h>
+
 #include "gptfast/ops.h"
+#include "ops/reference.h"
+
+namespace gptfast::ops {
+
+const char* path(at::Device) {
+  return "reference";
+}
+
+StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device) {
+  const auto f32 = at::TensorOptions(device).dtype(at::kFloat);
+  const int64_t M = kMaxStepRows, H = config.n_head, Dh = config.head_dim;
+  const int64_t splits = (max_seq_length + kAttentionSplit - 1) / kAttentionSplit;
+  return {.x = at::empty({M, config.dim}, f32),
+          .q = at::empty({M, H, Dh}, f32),
+          .y = at::empty({M, H * Dh}, f32),
+          .h = at::empty({M, config.intermediate_size}, f32),
+          .logits = at::empty({M, config.vocab_size}, f32),
+          .partials = at::empty({M, H, splits, Dh + 2}, f32),
+          .next = at::empty({M}, f32.dtype(at::kInt))};
+}
+
+Tensor pack_int4(const Int4Weight& weight, at::Device device) {
+  return weight.q.to(device).flatten();
+}
+
+void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
+  reference::embed(rows, table, x);
+}
+
+void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
+                         double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
+                         Tensor& k_cache, Tensor& v_cache) {
+  reference::rms_qkv_rope_append(rows, x, norm_weight, eps, wqkv, freqs_cis, q, k_cache, v_cache);
+}
+
+void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cache,
+                      const Tensor& v_cache, Tensor&, Tensor& y) {
+  reference::attention_decode(rows, q, k_cache, v_cache, y);
+}
+
+void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor& x) {
+  reference::o_proj_residual(rows, y, wo, x);
+}
+
+void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const LinearImpl& w1, const LinearImpl& w3, Tensor& h) {
+  reference::rms_gate_up_silu(rows, x, norm_weight, eps, w1, w3, h);
+}
+
+void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x) {
+  reference::down_proj_residual(rows, h, w2, x);
+}
+
+void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                 const LinearImpl& output, Tensor& logits) {
+  reference::rms_lm_head(rows, x, norm_weight, eps, output, logits);
+}
+
+void sample(const StepRows& rows, const Tensor& logits, const SamplingParams& params,
+            Tensor& next) {
+  reference::sample(rows, logits, params, next);
+}
+
+}  // namespace gptfast::ops

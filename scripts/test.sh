@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds and runs every test.
+#   scripts/test.sh          the quick tests, those of the parsers again under sanitizers, formatting
+#   scripts/test.sh --full   besides: every test under sanitizers, clang-tidy over everything
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+FULL=
+case "${1:-}" in
+  "") ;;
+  --full) FULL=1 ;;
+  -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  *) fail "usage: scripts/test.sh [--full]" ;;
+esac
+
+install_packages "${BUILD_PACKAGES[@]}" "${TEST_PACKAGES[@]}"
+install_torch
+build "$BUILD" -DGPTFAST_TESTS=ON
+
+say "Checking the format"
+cd "$ROOT"
+git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
+
+export GPTFAST_SMOLLM2=$BUILD/models/SmolLM2-135M-Instruct
+[ -e "$GPTFAST_SMOLLM2/model.pth" ] ||
+  "$BUILD/bin/convert" "$(smollm2_gguf)" --output "$GPTFAST_SMOLLM2/model.pth" --dtype float32 --quiet
+
+say "Running the tests"
+ctest --test-dir "$BUILD" --output-on-failure --no-tests=error
+
+# Sanitizers see what valid files never show. LibTorch itself is not instrumented.
+say "Running the parsers' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+build "$BUILD/asan" -DGPTFAST_TESTS=ON -DGPTFAST_SANITIZE=ON -DGPTFAST_CUDA=OFF
+SANITIZED='checkpoint|tokenizer|convert|config'
+[ -n "$FULL" ] && SANITIZED='.'
+ctest --test-dir "$BUILD/asan" --output-on-failure --no-tests=error -R "$SANITIZED"
+
+if [ -n "$FULL" ]; then
+  install_packages clang-tidy
+  say "Running clang-tidy"
+  git ls-files 'src/*.cpp' 'apps/*.cpp' 'test/*.cpp' | xargs -P "$(nproc)" -n 1 clang-tidy --quiet -p "$BUILD"
+fi
+say "All tests passed"

@@ -1,0 +1,171 @@
+// From a StateDict (or from random numbers) to a Transformer on a device.
+#include <ATen/ATen.h>
+
+#include "gptfast/checkpoint.h"
+#include "gptfast/model.h"
+#include "int4_layout.h"
+
+namespace gptfast {
+namespace {
+
+/// wq, wk, wv -> wqkv where a checkpoint keeps them apart (Attention.load_hook of model.py).
+StateDict fuse_qkv(StateDict tensors) {
+  StateDict fused;
+  for (const auto& [name, tensor] : tensors) {
+    const size_t at = name.rfind(".wq.weight");
+    if (at != std::string::npos && name.ends_with(".wq.weight")) {
+      const std::string prefix = name.substr(0, at);
+      fused.set(prefix + ".wqkv.weight", at::cat({tensor, tensors.at(prefix + ".wk.weight"),
+                                                  tensors.at(prefix + ".wv.weight")}));
+    } else if (!name.ends_with(".wk.weight") && !name.ends_with(".wv.weight")) {
+      fused.set(name, tensor);
+    }
+  }
+  return fused;
+}
+
+/// Everything a checkpoint may hold that is computed, not learned.
+bool is_derived(const std::string& name) {
+  return name == "rope.freqs" || name == "freqs_cis" || name == "causal_mask";
+}
+
+StateDict normalize(StateDict tensors, const ModelArgs& config) {
+  StateDict kept;
+  for (const auto& [name, tensor] : fuse_qkv(std::move(tensors))) {
+    if (!is_derived(name)) kept.set(name, tensor);
+  }
+  if (config.tie_word_embeddings && !kept.contains("output.weight")) {
+    kept.set("output.weight", kept.at("tok_embeddings.weight"));
+  }
+  return kept;
+}
+
+/// Puts `value` where a module registered a placeholder: the member handle and the registry share
+/// one TensorImpl.
+void assign(Tensor& registered, const Tensor& value) {
+  registered.set_data(value);
+}
+
+/// Moves every tensor of `tensors` into the module of the same name.
+void load_state_dict(TransformerImpl& model, const StateDict& tensors, const LoadOptions& options) {
+  int64_t total = 0, done = 0;
+  for (const auto& [name, tensor] : tensors) total += static_cast<int64_t>(tensor.nbytes());
+  const auto load = [&](const std::string& name, Tensor& registered) {
+    Tensor value = tensors.at(name);
+    const bool is_file_int4 = value.scalar_type() == at::kInt || value.scalar_type() == at::kByte;
+    if (value.is_floating_point() && !name.ends_with(".scales_and_zeros"))
+      value = value.to(options.precision);
+    // The file's int4 words stay mapped: only the packed form made by Linear::prepare is read on
+    // the device.
+    if (!is_file_int4) value = value.to(options.device);
+    assign(registered, value.contiguous());
+    done += static_cast<int64_t>(value.nbytes());
+    if (options.progress) options.progress(std::min(done, total), total);
+  };
+  for (auto& parameter : model.named_parameters()) load(parameter.key(), parameter.value());
+  for (auto& buffer : model.named_buffers()) load(buffer.key(), buffer.value());
+  for (const auto& module : model.modules()) {
+    if (auto* linear = module->as<LinearImpl>()) linear->prepare(options.device);
+  }
+}
+
+/// The file's name only has to agree with what is inside.
+void check_file_name(const std::filesystem::path& file, WeightScheme scheme) {
+  const std::string name = file.filename().string();
+  for (const WeightFormat claimed : {WeightFormat::kInt8, WeightFormat::kInt4}) {
+    TORCH_CHECK(name.find(to_string(claimed)) == std::string::npos || scheme.format == claimed, "'",
+                file.string(), "' is named ", to_string(claimed), " but holds ",
+                to_string(scheme.format), " weights; rename it or name the right file");
+  }
+  const std::string group = ".g" + std::to_string(scheme.groupsize) + ".";
+  TORCH_CHECK(scheme.format != WeightFormat::kInt4 || name.find(".g") == std::string::npos ||
+                  name.find(group) != std::string::npos || name.find("int4") == std::string::npos,
+              "'", file.string(), "' holds int4 weights of group size ", scheme.groupsize,
+              ", which its name contradicts");
+}
+
+}  // namespace
+
+Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadOptions& options) {
+  StateDict tensors = load_checkpoint(checkpoint_path);
+  const ModelArgs config = find_config(checkpoint_path, options.config, tensors);
+  tensors = normalize(std::move(tensors), config);
+  check_config(config, tensors);
+
+  const SchemeOf scheme = [&](const std::string& fqn) {
+    const bool from_hidden = fqn.ends_with(".w2"), from_heads = fqn.ends_with(".wo");
+    const int64_t in_features = from_hidden
+                                    ? config.intermediate_size
+                                    : (from_heads ? config.n_head * config.head_dim : config.dim);
+    WeightScheme found = weight_scheme(tensors, fqn, in_features);
+    if (found.format < WeightFormat::kInt8) found.format = floating_format(options.precision, fqn);
+    return found;
+  };
+  check_file_name(checkpoint_path, scheme("layers.0.attention.wqkv"));
+  Transformer model(config, scheme);
+  model->set_reference(options.reference);
+  load_state_dict(*model, tensors, options);
+  return model;
+}
+
+namespace {
+
+/// N(0, 1) / sqrt(K) in the layer's scheme, straight in the quantized form: no float copy of a
+/// large model is ever made.
+void randomize(LinearImpl& linear, at::ScalarType precision, at::Device device) {
+  const int64_t N = linear.out_features, K = linear.in_features;
+  const double std = 1 / std::sqrt(static_cast<double>(K));
+  switch (linear.scheme.format) {
+    case WeightFormat::kInt8: {
+      constexpr double kUniformStd = 73.6;  // of integers drawn evenly from [-127, 127]
+      assign(linear.weight,
+             at::randint(-127, 128, {N, K}, at::TensorOptions(device).dtype(at::kChar)));
+      assign(linear.scales,
+             at::full({N}, std / kUniformStd, at::TensorOptions(device).dtype(precision)));
+      break;
+    }
+    case WeightFormat::kInt4: {
+      constexpr double kUniformStd = 4.61;  // of integers drawn evenly from [0, 15]
+      const int64_t g = linear.scheme.groupsize,
+                    Kp = K % g == 0 && K % 128 == 0 ? K : find_multiple(K, 1024);
+      const Tensor scale = at::full({Kp / g, N, 1}, std / kUniformStd, at::kBFloat16);
+      assign(linear.weight,
+             pack_int4_cuda(at::randint(0, 256, {N, Kp / 2}, at::kByte), /*inner=*/8));
+      assign(linear.scales_and_zeros,
+             at::cat({scale, scale * 0.5}, /*dim=*/-1));  // the codes' mean is 7.5, not 8
+      linear.scheme.layout = Int4Layout::kCuda;
+      break;
+    }
+    default:
+      assign(linear.weight,
+             at::empty({N, K}, at::TensorOptions(device).dtype(precision)).normal_(0, std));
+  }
+  linear.prepare(device);
+}
+
+}  // namespace
+
+Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision,
+                         at::Device device, uint64_t seed) {
+  at::manual_seed(seed);
+  if (scheme.format < WeightFormat::kInt8) scheme.format = floating_format(precision, "random");
+  // As quantize writes it: a layer whose rows do not come in eights stays unquantized.
+  const auto scheme_of = [&](const std::string& fqn) {
+    return fqn == "output" && scheme.format == WeightFormat::kInt4 && config.vocab_size % 8 != 0
+               ? WeightScheme{floating_format(precision, fqn)}
+               : scheme;
+  };
+  Transformer model(config, scheme_of);
+  const auto options = at::TensorOptions(device).dtype(precision);
+  for (const auto& module : model->modules()) {
+    if (auto* linear = module->as<LinearImpl>()) randomize(*linear, precision, device);
+    if (auto* norm = module->as<RMSNormImpl>())
+      assign(norm->weight, at::ones({config.dim}, options));
+    if (auto* embedding = module->as<EmbeddingImpl>()) {
+      assign(embedding->weight, at::empty({config.vocab_size, config.dim}, options).normal_());
+    }
+  }
+  return model;
+}
+
+}  // namespace gptfast
