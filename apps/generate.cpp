@@ -1,1 +1,300 @@
-int main() { return 0; }
+// generate: writes text with a model (the command line of gpt-fast's generate.py and a few flags
+// more).
+#include <ATen/ATen.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "chat_loop.h"
+#include "gptfast/chat.h"
+#include "gptfast/checkpoint.h"
+#include "gptfast/generate.h"
+#include "gptfast/tokenizer.h"
+#include "model_flags.h"
+
+namespace gptfast::app {
+namespace {
+
+constexpr int64_t kSyntheticVocab = 1024;  // --prompt N draws ids below this, as the original
+
+/// The prompt as ids, and as text where it was text.
+struct Prompt {
+  std::vector<int32_t> ids;
+  std::string text;
+};
+
+std::vector<int32_t> parse_ids(const std::string& list) {
+  std::vector<int32_t> ids;
+  for (const char *at = list.data(), *end = at + list.size(); at < end;) {
+    int32_t id = 0;
+    const auto [next, error] = std::from_chars(at, end, id);
+    TORCH_CHECK(error == std::errc() && (next == end || *next == ','), "--prompt_ids: '", list,
+                "' is not a list of token ids like 1,2,3");
+    ids.push_back(id);
+    at = next + 1;
+  }
+  return ids;
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, "--prompt_file: cannot read '", path, "'");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// A whole number typed as the prompt asks for that many random tokens, as in the original.
+std::optional<int64_t> synthetic_length(const std::string& prompt) {
+  int64_t n = 0;
+  const auto [end, error] = std::from_chars(prompt.data(), prompt.data() + prompt.size(), n);
+  if (error != std::errc() || end != prompt.data() + prompt.size() || prompt.empty())
+    return std::nullopt;
+  TORCH_CHECK(n >= 1, "--prompt ", prompt,
+              " asks for that many random tokens; expected at least 1");
+  return n;
+}
+
+std::vector<int32_t> synthetic_prompt(int64_t length, const ModelArgs& config, int64_t seed) {
+  TORCH_CHECK(length <= config.block_size, "--prompt ", length,
+              " asks for that many random tokens; the model's context holds ", config.block_size);
+  at::manual_seed(static_cast<uint64_t>(seed));
+  const Tensor ids =
+      at::randint(0, std::min(kSyntheticVocab, config.vocab_size), {length}, at::kInt);
+  return {ids.const_data_ptr<int32_t>(), ids.const_data_ptr<int32_t>() + length};
+}
+
+Prompt make_prompt(const CommandLine& flags, const LoadedModel& loaded,
+                   ChatTemplate chat_template) {
+  const ModelArgs& config = loaded.model->config;
+  if (flags.given("prompt_ids")) return {parse_ids(flags.get_text("prompt_ids")), ""};
+  const bool from_file = flags.given("prompt_file");
+  const std::string text =
+      from_file ? read_file(flags.get_text("prompt_file")) : flags.get_text("prompt");
+  if (!from_file) {
+    if (const auto length = synthetic_length(text))
+      return {synthetic_prompt(*length, config, flags.get_integer("seed")), ""};
+  }
+  const Tokenizer& tokenizer = require_tokenizer(loaded, "a text prompt");
+  if (chat_template != ChatTemplate::kNone)
+    return {encode_turn(tokenizer, chat_template, text, /*first=*/true), text};
+  Prompt prompt{tokenizer.encode(text, flags.get_flag("parse_special")), text};
+  if (tokenizer.add_bos() && !flags.get_flag("no_bos")) {
+    if (!prompt.ids.empty() && prompt.ids[0] == tokenizer.bos_id()) {
+      std::cerr << "warning: the prompt already starts with the BOS token; it now has two. "
+                   "--no_bos leaves ours out\n";
+    }
+    prompt.ids.insert(prompt.ids.begin(), tokenizer.bos_id());
+  }
+  return prompt;
+}
+
+/// Prints text as it is generated, for the one row that is shown.
+class Streamer {
+ public:
+  Streamer(const Tokenizer* tokenizer, std::vector<int32_t> stop_tokens)
+      : decoder_(tokenizer != nullptr ? std::make_optional<StreamDecoder>(*tokenizer)
+                                      : std::nullopt),
+        stop_tokens_(std::move(stop_tokens)) {}
+
+  /// The prompt's ids first, so that spaces at the seam come out right; stop tokens are not shown.
+  void push(int32_t id) {
+    if (std::find(stop_tokens_.begin(), stop_tokens_.end(), id) != stop_tokens_.end()) return;
+    std::cout << (decoder_ ? decoder_->push(id) : std::to_string(id) + " ") << std::flush;
+  }
+  void finish() { std::cout << (decoder_ ? decoder_->finish() : "") << std::endl; }
+
+ private:
+  std::optional<StreamDecoder> decoder_;
+  std::vector<int32_t> stop_tokens_;
+};
+
+double bandwidth_gb_s(const TransformerImpl& model, const GenerateResult& result) {
+  return static_cast<double>(model_bytes(model)) * result.tokens_per_sec() / 1e9;
+}
+
+/// One JSON object a row, as documented in the README.
+void print_json(int64_t sample, const Prompt& prompt, const GenerateResult& result,
+                const Tokenizer* tokenizer, const TransformerImpl& model,
+                const std::vector<int32_t>& stop_tokens) {
+  for (size_t b = 0; b < result.rows.size(); ++b) {
+    const GeneratedRow& row = result.rows[b];
+    std::vector<int32_t> shown = row.tokens;
+    if (!shown.empty() &&
+        std::find(stop_tokens.begin(), stop_tokens.end(), shown.back()) != stop_tokens.end())
+      shown.pop_back();
+    nlohmann::ordered_json line = {
+        {"sample", sample},
+        {"row", b},
+        {"text", tokenizer != nullptr ? to_valid_utf8(tokenizer->decode(shown)) : ""},
+        {"prompt_ids", prompt.ids},
+        {"token_ids", row.tokens},
+        {"new_tokens", row.tokens.size()},
+        {"finish_reason", to_string(row.finish_reason)},
+        {"seconds", result.seconds},
+        {"prefill_seconds", result.prefill_seconds},
+        {"tokens_per_sec", result.tokens_per_sec()},
+        {"decode_tokens_per_sec", result.decode_tokens_per_sec()},
+        {"bandwidth_gb_s", bandwidth_gb_s(model, result)},
+        {"model_bytes", model_bytes(model)},
+        {"accept_counts", result.accept_counts},
+        {"path", model.reference() ? "reference" : ops::path(model.device())},
+    };
+    std::cout << line.dump() << std::endl;
+  }
+}
+
+/// The original's lines after each sample.
+void print_figures(int64_t sample, const GenerateResult& result, const TransformerImpl& model,
+                   int64_t prompt_length) {
+  const auto total_tokens = static_cast<double>(
+      result.new_tokens() + prompt_length * static_cast<int64_t>(result.rows.size()));
+  std::printf(
+      "Time for inference %ld: %.2f sec total, %.2f tokens/sec (decode alone: %.2f tokens/sec)\n",
+      sample + 1, result.seconds, result.tokens_per_sec(), result.decode_tokens_per_sec());
+  std::printf("Bandwidth achieved: %.2f GB/s\n", bandwidth_gb_s(model, result));
+  std::printf("FLOPS achieved: %.2f TF/s\n\n",
+              static_cast<double>(model_params(model)) * total_tokens / result.seconds * 2 / 1e12);
+  std::fflush(stdout);
+}
+
+/// Largest memory this process has used, in GB (mapped file pages that were read count too).
+double peak_memory_gb() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_maxrss) * 1024 / 1e9;
+}
+
+void save_logits(const std::string& file, const Prompt& prompt, const GenerateResult& result) {
+  std::vector<int64_t> tokens(prompt.ids.begin(), prompt.ids.end());
+  const auto& row = result.rows[0].tokens;
+  tokens.insert(tokens.end(), row.begin(), row.end());
+  tokens.resize(
+      static_cast<size_t>(result.logits.size(0)));  // the last token was sampled but not fed
+  StateDict out;
+  out.set("tokens", at::tensor(tokens, at::kLong));
+  out.set("logits", result.logits);
+  save_checkpoint(file, out);
+}
+
+CommandLine make_command_line() {
+  CommandLine flags("generate", "Generate text with a Llama-family checkpoint.");
+  declare_model_flags(flags);
+  flags.text("prompt", "text to continue; a whole number asks for that many random tokens",
+             "Hello, my name is");
+  flags.text("prompt_ids", "token ids to continue, 1,2,3; nothing is added");
+  flags.text("prompt_file", "file whose bytes are the prompt");
+  flags.flag("interactive", "chat: read prompts from the terminal or a pipe");
+  flags.integer("num_samples", "how many times to generate", 5, 1, 1'000'000);
+  flags.integer("max_new_tokens", "tokens to generate; 0 with --json tokenizes the prompt", 200, 0,
+                int64_t{1} << 24);
+  flags.integer("batch_size", "rows of the same prompt", 1, 1, kMaxStepRows);
+  flags.integer("top_k", "sample among the k likeliest tokens; 0: all", 200, 0, int64_t{1} << 24);
+  flags.number("temperature", "0: always the likeliest token", 0.8, 0, 1e6);
+  flags.flag("compile", "accepted for gpt-fast's sake: the fast path is the default");
+  flags.flag("compile_prefill", "accepted for gpt-fast's sake");
+  flags.flag("parse_special", "special tokens written in the prompt are tokens, not text");
+  flags.flag("no_bos", "put no BOS token in front of the prompt");
+  flags.flag("ignore_eos", "do not end at the model's stop tokens");
+  flags.choice("chat_template", "auto applies the model's own, and only with --interactive", "auto",
+               {"auto", "none", "llama2", "llama3", "mistral", "chatml"});
+  flags.text("logits_out", "write {tokens, logits} of the only sample, for Python's torch.load");
+  return flags;
+}
+
+void check_flags(const CommandLine& flags) {
+  const auto require = [](bool condition, const char* message) {
+    if (!condition) throw UsageError(message);
+  };
+  require(flags.given("prompt") + flags.given("prompt_ids") + flags.given("prompt_file") <= 1,
+          "give one of --prompt, --prompt_ids and --prompt_file");
+  require(!flags.given("logits_out") || flags.get_integer("num_samples") == 1,
+          "--logits_out needs --num_samples 1");
+  require(!flags.get_flag("interactive") ||
+              (flags.get_integer("batch_size") == 1 && !flags.get_flag("json")),
+          "--interactive goes with --batch_size 1 and without --json");
+}
+
+GenerateOptions generate_options(const CommandLine& flags, const Tokenizer* tokenizer,
+                                 ChatTemplate chat_template) {
+  GenerateOptions options;
+  options.max_new_tokens = flags.get_integer("max_new_tokens");
+  options.batch_size = flags.get_integer("batch_size");
+  options.sampling = {.temperature = flags.get_number("temperature"),
+                      .top_k = flags.get_integer("top_k"),
+                      .seed = static_cast<uint64_t>(flags.get_integer("seed"))};
+  options.return_logits = flags.given("logits_out");
+  if (tokenizer != nullptr && !flags.get_flag("ignore_eos")) {
+    options.stop_tokens = tokenizer->stop_ids();
+    for (const int32_t id : turn_end_ids(*tokenizer, chat_template))
+      options.stop_tokens.push_back(id);
+  }
+  return options;
+}
+
+/// Generates --num_samples times and prints each as it comes.
+void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& prompt,
+                 GenerateOptions options) {
+  const bool json = flags.get_flag("json");
+  std::vector<double> rates;
+  for (int64_t i = 0; i < flags.get_integer("num_samples"); ++i) {
+    Streamer streamer(loaded.tokenizer.get(), options.stop_tokens);
+    if (!json) {
+      if (options.batch_size > 1)
+        std::cout << "Only displaying the first generation of the batch\n";
+      for (const int32_t id : prompt.ids) streamer.push(id);
+      options.callback = [&](int64_t row, int32_t token) {
+        if (row == 0) streamer.push(token);
+        return true;
+      };
+    }
+    const GenerateResult result = generate(loaded.model, prompt.ids, options);
+    options.sampling.seed += static_cast<uint64_t>(
+        options.batch_size);  // every row of every sample has a seed of its own
+    rates.push_back(result.tokens_per_sec());
+    if (options.return_logits) save_logits(flags.get_text("logits_out"), prompt, result);
+    if (json) {
+      print_json(i, prompt, result, loaded.tokenizer.get(), *loaded.model, options.stop_tokens);
+    } else {
+      streamer.finish();
+      print_figures(i, result, *loaded.model, static_cast<int64_t>(prompt.ids.size()));
+    }
+  }
+  if (json) return;
+  std::printf(
+      "==========\nBatch Size: %ld\nPrompt Length: %zu\nGenerated tokens: %ld\nAverage tokens/sec: "
+      "%.2f\nMemory used: %.2f GB\n",
+      options.batch_size, prompt.ids.size(), options.max_new_tokens,
+      std::accumulate(rates.begin(), rates.end(), 0.0) / static_cast<double>(rates.size()),
+      peak_memory_gb());
+}
+
+int generate_main(int argc, char** argv) {
+  CommandLine flags = make_command_line();
+  if (!flags.parse(argc, argv)) return 0;
+  check_flags(flags);
+  LoadedModel loaded = load_from_flags(flags);
+  const bool interactive = flags.get_flag("interactive"),
+             templated = interactive || flags.given("chat_template");
+  const ChatTemplate chat_template =
+      templated ? chat_template_from_string(flags.get_text("chat_template"),
+                                            require_tokenizer(loaded, "a chat"))
+                : ChatTemplate::kNone;
+  const GenerateOptions options = generate_options(flags, loaded.tokenizer.get(), chat_template);
+  if (interactive) {
+    chat_loop(loaded.model, *loaded.tokenizer, chat_template, options);
+  } else {
+    run_samples(flags, loaded, make_prompt(flags, loaded, chat_template), options);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace gptfast::app
+
+int main(int argc, char** argv) {
+  return gptfast::app::run("generate", [&] { return gptfast::app::generate_main(argc, argv); });
+}

@@ -132,7 +132,9 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
     cache = {};  // frees the old one first
     const std::vector<int64_t> shape = {max_batch_size, config.n_local_heads, max_seq_length,
                                         config.head_dim};
-    cache = {.k_cache = at::zeros(shape, options), .v_cache = at::zeros(shape, options)};
+    // Not zeroed: positions are written before they are read, and the CPU commits fresh pages only
+    // as the text grows.
+    cache = {.k_cache = at::empty(shape, options), .v_cache = at::empty(shape, options)};
   }
   freqs_cis_ = precompute_freqs_cis(max_seq_length, config.head_dim, config.rope_base, dtype(),
                                     config.rope_scaling)

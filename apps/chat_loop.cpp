@@ -1,0 +1,108 @@
+#include "chat_loop.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <iostream>
+#include <memory>
+#include <optional>
+
+namespace gptfast::app {
+namespace {
+
+volatile sig_atomic_t interrupted = 0;  // a signal handler can reach nothing else
+
+void on_interrupt(int) {
+  interrupted = 1;
+}
+
+/// Ctrl-C sets `interrupted` while this lives; reads are not restarted, so that it ends a
+/// half-typed line too.
+class InterruptGuard {
+ public:
+  InterruptGuard() {
+    struct sigaction action {};
+    action.sa_handler = on_interrupt;
+    sigaction(SIGINT, &action, &previous_);
+  }
+  ~InterruptGuard() { sigaction(SIGINT, &previous_, nullptr); }
+  InterruptGuard(const InterruptGuard&) = delete;
+  InterruptGuard& operator=(const InterruptGuard&) = delete;
+
+ private:
+  struct sigaction previous_ {};
+};
+
+/// The next line without its newline; nullopt at the end of the input.
+std::optional<std::string> read_line(bool terminal) {
+  char* line = nullptr;
+  size_t capacity = 0;
+  while (true) {
+    if (terminal) std::cout << "> " << std::flush;
+    interrupted = 0;
+    const ssize_t length = getline(&line, &capacity, stdin);
+    if (length < 0 && interrupted != 0) {
+      clearerr(stdin);
+      std::cout << "\n(Ctrl-D leaves)\n";
+      continue;
+    }
+    const std::unique_ptr<char, decltype(&free)> owner(line, free);
+    if (length < 0) return std::nullopt;
+    std::string text(line, static_cast<size_t>(length));
+    while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
+    return text;
+  }
+}
+
+}  // namespace
+
+void chat_loop(Transformer& model, const Tokenizer& tokenizer, ChatTemplate chat_template,
+               GenerateOptions options) {
+  const InterruptGuard guard;
+  const bool terminal = isatty(STDIN_FILENO) != 0;
+  model->setup_caches(/*max_batch_size=*/1, model->config.block_size);
+  int64_t used = 0;            // positions of the cache that hold the conversation
+  std::vector<int32_t> unfed;  // the last token of an answer that no stop token closed: sampled,
+                               // shown, not yet in the cache
+  while (const auto line = read_line(terminal)) {
+    if (line->empty()) continue;
+    std::vector<int32_t> turn = unfed;
+    const std::vector<int32_t> encoded =
+        encode_turn(tokenizer, chat_template, *line, /*first=*/used == 0);
+    turn.insert(turn.end(), encoded.begin(), encoded.end());
+    const int64_t room = model->config.block_size - used - static_cast<int64_t>(turn.size());
+    if (room < 1) {
+      std::cerr << "The context of " << model->config.block_size << " tokens is full (" << used
+                << " used, " << turn.size()
+                << " more needed). Start again for a new conversation.\n";
+      return;
+    }
+    StreamDecoder decoder(tokenizer);
+    options.start_pos = used;
+    options.callback = [&](int64_t, int32_t token) {
+      const auto& stop = options.stop_tokens;
+      if (std::find(stop.begin(), stop.end(), token) == stop.end())
+        std::cout << decoder.push(token) << std::flush;
+      return interrupted == 0;
+    };
+    const GenerateResult result = generate(model, turn, options);
+    std::cout << decoder.finish() << (interrupted != 0 ? " ..." : "") << std::endl;
+    options.sampling.seed += 1;
+
+    const auto& answer = result.rows[0].tokens;
+    used += static_cast<int64_t>(turn.size() + answer.size()) - 1;
+    const auto& stop = options.stop_tokens;
+    const bool closed = std::find(stop.begin(), stop.end(), answer.back()) != stop.end();
+    unfed = closed ? std::vector<int32_t>{} : std::vector<int32_t>{answer.back()};
+    if (result.rows[0].finish_reason == FinishReason::kContext) {
+      std::cerr << "The context of " << model->config.block_size
+                << " tokens is full. Start again for a new conversation.\n";
+      return;
+    }
+  }
+  if (terminal) std::cout << "\n";
+}
+
+}  // namespace gptfast::app

@@ -1,0 +1,75 @@
+#include "model_flags.h"
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <filesystem>
+#include <iostream>
+
+#include "gptfast/config.h"
+
+namespace gptfast::app {
+namespace {
+
+constexpr int64_t kMaxThreads = 1024;
+
+std::unique_ptr<Tokenizer> load_tokenizer(const CommandLine& flags) {
+  if (flags.given("tokenizer_path")) return Tokenizer::load(flags.get_text("tokenizer_path"));
+  const auto directory = std::filesystem::path(flags.get_text("checkpoint_path")).parent_path();
+  for (const char* name : {"tokenizer.model", "tokenizer.json"}) {
+    if (std::filesystem::exists(directory / name)) return Tokenizer::load(directory / name);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void declare_model_flags(CommandLine& flags) {
+  flags.text("checkpoint_path", "model.pth, model_int8.pth, model_int4.g32.pth, ...",
+             "checkpoints/meta-Transformer/Transformer-2-7b-chat-hf/model.pth");
+  flags.text("tokenizer_path",
+             "tokenizer.model or tokenizer.json; else the one beside the checkpoint");
+  flags.text("config",
+             "name of a known model or a JSON file; else config.json beside the checkpoint, else "
+             "its folder's name");
+  flags.choice("precision", "floating weights are cast to this", "bfloat16",
+               {"bfloat16", "float16", "float32"});
+  flags.text("device", "cpu, cuda or cuda:N", default_device());
+  flags.flag("reference", "plain LibTorch instead of the fused kernels, to compare with");
+  flags.integer("num_threads", "CPU threads; 0: the physical cores this process may use", 0, 0,
+                kMaxThreads);
+  flags.integer("seed", "of the random numbers", 1234, 0, INT64_MAX);
+  flags.flag("json", "one JSON object a line on stdout and nothing else");
+  flags.flag("quiet", "no progress and no messages");
+}
+
+LoadedModel load_from_flags(const CommandLine& flags) {
+  const auto start = std::chrono::steady_clock::now();
+  const bool silent = flags.get_flag("quiet") || flags.get_flag("json");
+  const at::Device device = parse_device(flags.get_text("device"));
+  if (!silent) std::cerr << "Using device=" << device << "\nLoading model ..." << std::endl;
+  LoadedModel loaded;
+  {
+    Progress progress("Loading", Progress::Unit::kBytes, flags.get_flag("quiet"));
+    loaded.model = load_model(flags.get_text("checkpoint_path"),
+                              {.config = flags.get_text("config"),
+                               .precision = parse_dtype("precision", flags.get_text("precision")),
+                               .device = device,
+                               .reference = flags.get_flag("reference"),
+                               .progress = progress.callback()});
+  }
+  loaded.tokenizer = load_tokenizer(flags);
+  const auto elapsed = std::chrono::steady_clock::now() - start;
+  loaded.seconds = std::chrono::duration<double>(elapsed).count();
+  if (!silent) fprintf(stderr, "Time to load model: %.2f seconds\n", loaded.seconds);
+  return loaded;
+}
+
+const Tokenizer& require_tokenizer(const LoadedModel& loaded, const std::string& why) {
+  TORCH_CHECK(loaded.tokenizer != nullptr, why,
+              " needs a tokenizer: put tokenizer.model or tokenizer.json beside the checkpoint, or "
+              "give --tokenizer_path");
+  return *loaded.tokenizer;
+}
+
+}  // namespace gptfast::app

@@ -1,0 +1,29 @@
+// The flags that every program with a model has, and what they load.
+#pragma once
+
+#include <memory>
+
+#include "common.h"
+#include "gptfast/model.h"
+#include "gptfast/tokenizer.h"
+
+namespace gptfast::app {
+
+/// Declares --checkpoint_path, --tokenizer_path, --config, --precision, --device, --reference,
+/// --num_threads, --seed, --json and
+/// --quiet.
+void declare_model_flags(CommandLine& flags);
+
+struct LoadedModel {
+  Transformer model{nullptr};
+  std::unique_ptr<Tokenizer> tokenizer;  // null: none was named and none lies beside the checkpoint
+  double seconds = 0;
+};
+
+/// Loads what the flags name, with a progress bar, and says so on stderr unless --quiet or --json.
+LoadedModel load_from_flags(const CommandLine& flags);
+
+/// The tokenizer, or an error that says how to give one; `why` names what needs it.
+const Tokenizer& require_tokenizer(const LoadedModel& loaded, const std::string& why);
+
+}  // namespace gptfast::app

@@ -1,0 +1,30 @@
+// Chat templates: how a turn of a conversation becomes tokens.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gptfast/tokenizer.h"
+
+namespace gptfast {
+
+enum class ChatTemplate { kNone, kLlama2, kLlama3, kMistral, kChatml };
+
+/// Names as `--chat_template` takes them ("none", "llama2", "llama3", "mistral", "chatml"); "auto"
+/// asks the tokenizer (Tokenizer::chat_template, kNone when that does not say). Throws with the
+/// list of names for any other.
+ChatTemplate chat_template_from_string(std::string_view name, const Tokenizer& tokenizer);
+
+/// Tokens that put `user` before the model and let it answer. The first turn starts with BOS where
+/// the tokenizer wants one; a later turn first closes the answer before it, whose last token was
+/// sampled but never fed. Markers are inserted by id and `user` is always text: nothing typed can
+/// pose as a marker. Throws naming a marker that the tokenizer lacks.
+std::vector<int32_t> encode_turn(const Tokenizer& tokenizer, ChatTemplate chat_template,
+                                 std::string_view user, bool first);
+
+/// The tokens that end an answer under the template, besides Tokenizer::stop_ids().
+std::vector<int32_t> turn_end_ids(const Tokenizer& tokenizer, ChatTemplate chat_template);
+
+}  // namespace gptfast
