@@ -1,7 +1,8 @@
 // From a StateDict (or from random numbers) to a Transformer on a device.
+#include "load_model.h"
+
 #include <ATen/ATen.h>
 
-#include "gptfast/checkpoint.h"
 #include "gptfast/model.h"
 #include "int4_layout.h"
 
@@ -29,6 +30,8 @@ bool is_derived(const std::string& name) {
   return name == "rope.freqs" || name == "freqs_cis" || name == "causal_mask";
 }
 
+}  // namespace
+
 StateDict normalize(StateDict tensors, const ModelArgs& config) {
   StateDict kept;
   for (const auto& [name, tensor] : fuse_qkv(std::move(tensors))) {
@@ -39,6 +42,8 @@ StateDict normalize(StateDict tensors, const ModelArgs& config) {
   }
   return kept;
 }
+
+namespace {
 
 /// Puts `value` where a module registered a placeholder: the member handle and the registry share
 /// one TensorImpl.
