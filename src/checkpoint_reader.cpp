@@ -8,7 +8,6 @@
 #include <cstring>
 #include <functional>
 #include <optional>
-#include <set>
 #include <tuple>
 
 #include "dtype_names.h"
@@ -99,9 +98,11 @@ struct Geometry {
 };
 
 std::vector<int64_t> integers(const Program& program, Ref ref) {
-  const Node& tuple = program[ref].kind == Kind::kCall
-                          ? program[program[program[ref].items[1]].items.at(0)]  // torch.Size
-                          : program[ref];
+  if (program[ref].kind == Kind::kCall) {  // torch.Size((2, 3))
+    const auto& arguments = program[program[ref].items[1]].items;
+    if (arguments.size() == 1) ref = arguments[0];
+  }
+  const Node& tuple = program[ref];
   TORCH_CHECK((tuple.kind == Kind::kTuple || tuple.kind == Kind::kList) &&
                   tuple.items.size() <= kMaxDims,
               "a tensor's shape is no tuple of at most ", kMaxDims, " numbers");
@@ -216,13 +217,14 @@ class TensorBuilder {
                 " bytes, its tensors need ", id.nbytes, "; the file is damaged");
     const auto found = storages_.find(id.key);
     if (found != storages_.end()) return found->second;
-    return storages_.emplace(id.key, make_storage(data, c10::elementSize(id.dtype))).first->second;
+    return storages_.emplace(id.key, make_storage(data)).first->second;
   }
 
-  at::Storage make_storage(Bytes data, size_t element_size) {
-    constexpr size_t kUntypedAlignment = 8;  // any dtype may lie in bytes
-    const size_t alignment = element_size == 1 ? kUntypedAlignment : element_size;
-    if (reinterpret_cast<uintptr_t>(data.data()) % alignment != 0) return copy_storage(data);
+  at::Storage make_storage(Bytes data) {
+    // Storages that the file does not align as torch.save does (legacy files, archives that another
+    // tool wrote) cannot be used in place: kernels load vectors from them.
+    if (reinterpret_cast<uintptr_t>(data.data()) % zip::kDataAlignment != 0)
+      return copy_storage(data);
     auto* owner = new std::shared_ptr<uint8_t>(file_.owner);
     auto* address = const_cast<uint8_t*>(data.data());  // the mapping is private and writable
     at::DataPtr pointer(
@@ -231,13 +233,19 @@ class TensorBuilder {
     return at::Storage(at::Storage::use_byte_size_t(), data.size(), std::move(pointer));
   }
 
-  // Elements at odd addresses, in legacy files and archives that another tool wrote, cannot be used
-  // in place.
   at::Storage copy_storage(Bytes data) {
     copied_ += data.size();
     TORCH_CHECK(copied_ <= file_.size, "its records overlap");
     at::Storage storage(at::Storage::use_byte_size_t(), data.size(), at::getCPUAllocator());
-    std::memcpy(storage.mutable_data(), data.data(), data.size());
+    auto* out = static_cast<uint8_t*>(storage.mutable_data());
+    constexpr size_t kChunk = size_t{16} << 20;
+    while (!data.empty()) {  // in steps, so that the file and its copy are not both in memory
+      const Bytes chunk = data.first(std::min(kChunk, data.size()));
+      std::memcpy(out, chunk.data(), chunk.size());
+      release_pages(file_, chunk);
+      out += chunk.size();
+      data = data.subspan(chunk.size());
+    }
     return storage;
   }
 
@@ -298,8 +306,9 @@ class Flattener {
   }
 
   void visit(Ref ref) {
-    TORCH_CHECK(++visits_ <= kMaxVisits, "its pickle holds more than ", kMaxVisits, " values");
     const Node& node = program_[ref];
+    visits_ += 1 + node.items.size();
+    TORCH_CHECK(visits_ <= kMaxVisits, "its pickle holds more than ", kMaxVisits, " values");
     if (builder_.is_tensor(ref)) {
       add(ref);
     } else if (node.kind == Kind::kDict || node.kind == Kind::kList || node.kind == Kind::kTuple) {
@@ -312,7 +321,7 @@ class Flattener {
     }
   }
   void visit_items(const Node& node) {
-    const auto visit_below = [this](std::string part, Ref value) {
+    const auto visit_below = [this](std::optional<std::string> part, Ref value) {
       path_.push_back(std::move(part));
       visit(value);
       path_.pop_back();
@@ -323,15 +332,23 @@ class Flattener {
     }
     for (const auto& [key, value] : last_entries(node)) visit_below(key_name(program_[key]), value);
   }
-  static std::string key_name(const Node& key) {
+  static std::optional<std::string> key_name(const Node& key) {
     if (key.kind == Kind::kString) return std::string(key.text);
     if (key.kind == Kind::kInt) return std::to_string(key.integer);
-    return "?";
+    return std::nullopt;
+  }
+  std::string name() const {
+    std::string name;
+    for (size_t i = 0; i < path_.size(); ++i) {
+      TORCH_CHECK(path_[i], "a tensor below '", name,
+                  "' has a dict key that is neither text nor a whole number");
+      name += (i > 0 ? "/" : "") + *path_[i];
+    }
+    return name;
   }
 
   void add(Ref ref) {
-    std::string name;
-    for (size_t i = 0; i < path_.size(); ++i) name += (i > 0 ? "/" : "") + path_[i];
+    const std::string name = this->name();
     names_size_ += name.size();
     TORCH_CHECK(names_size_ <= kMaxNamesSize, "the names of its tensors take more than ",
                 kMaxNamesSize, " bytes");
@@ -346,7 +363,7 @@ class Flattener {
   const Program& program_;
   TensorBuilder& builder_;
   std::vector<bool> active_;
-  std::vector<std::string> path_;
+  std::vector<std::optional<std::string>> path_;  // nullopt: a key that makes no name
   StateDict tensors_;
   size_t visits_ = 0;
   size_t names_size_ = 0;

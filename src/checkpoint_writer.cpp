@@ -93,6 +93,11 @@ struct CheckpointWriter::Impl {
         output(target),
         archive([this](Bytes bytes, uint64_t offset) { output.write(bytes, offset); }) {}
 
+  // A change that throws leaves the writer closed: what it wrote is of no use any more.
+  void begin() {
+    TORCH_CHECK(open, file.string(), ": nothing can be written after the end or a failure");
+    open = false;
+  }
   void add_record(std::string_view name, Bytes data) {
     std::string path(kPrefix);
     path += name;
@@ -105,7 +110,7 @@ struct CheckpointWriter::Impl {
   PickleWriter pickle;
   std::set<std::string> names;
   std::set<std::string> records;
-  bool finished = false;
+  bool open = true;  // false after the end and after a failure
 };
 
 CheckpointWriter::CheckpointWriter(const std::filesystem::path& file)
@@ -113,7 +118,7 @@ CheckpointWriter::CheckpointWriter(const std::filesystem::path& file)
 CheckpointWriter::~CheckpointWriter() = default;
 
 void CheckpointWriter::add(const std::string& name, const Tensor& tensor) {
-  TORCH_CHECK(!impl_->finished, impl_->file.string(), ": tensor '", name, "' comes after the end");
+  impl_->begin();
   TORCH_CHECK(tensor.defined() && dtype_name(tensor.scalar_type()) != "unknown",
               impl_->file.string(), ": tensor '", name, "' has a dtype that cannot be saved");
   const std::string key = std::to_string(impl_->names.size());
@@ -123,22 +128,24 @@ void CheckpointWriter::add(const std::string& name, const Tensor& tensor) {
   impl_->add_record("data/" + key,
                     {static_cast<const uint8_t*>(data.const_data_ptr()), data.nbytes()});
   impl_->pickle.add(name, data, key);
+  impl_->open = true;
 }
 
 void CheckpointWriter::set_record(const std::string& name, const std::string& bytes) {
+  impl_->begin();
   TORCH_CHECK(impl_->records.insert(name).second, impl_->file.string(),
               ": two records have the name '", name, "'");
   impl_->add_record("extra/" + name, as_bytes(bytes));
+  impl_->open = true;
 }
 
 void CheckpointWriter::finish() {
-  TORCH_CHECK(!impl_->finished, impl_->file.string(), ": finished twice");
+  impl_->begin();
   impl_->add_record("data.pkl", as_bytes(impl_->pickle.finish()));
   impl_->add_record("byteorder", as_bytes("little"));
   impl_->add_record("version", as_bytes("3\n"));
   impl_->archive.finish();
   impl_->output.commit();
-  impl_->finished = true;
 }
 
 }  // namespace gptfast

@@ -88,9 +88,9 @@ StateDict read(const std::filesystem::path& file) {
 
 }  // namespace
 
-void inspect(const std::filesystem::path& file, bool hash, bool json, std::ostream& out) {
+void inspect(const std::filesystem::path& file, bool hash, bool as_json, std::ostream& out) {
   const StateDict tensors = read(file);
-  if (!json) return write_table(tensors, hash, out);
+  if (!as_json) return write_table(tensors, hash, out);
   nlohmann::ordered_json result;
   result["file"] = file.string();
   result["tensors"] = nlohmann::ordered_json::array();

@@ -43,7 +43,15 @@ FileBytes map_file(const std::filesystem::path& file) {
   TORCH_CHECK(address != MAP_FAILED, "cannot be mapped into memory: ", std::strerror(errno));
   return {std::shared_ptr<uint8_t>(static_cast<uint8_t*>(address),
                                    [size](uint8_t* p) { ::munmap(p, size); }),
-          size};
+          size, /*mapped=*/true};
+}
+
+void release_pages(const FileBytes& file, Bytes part) {
+  if (!file.mapped) return;
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(part.data()) + page - 1) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(part.data() + part.size()) / page * page;
+  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
 }
 
 }  // namespace gptfast

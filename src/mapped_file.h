@@ -14,6 +14,7 @@ using Bytes = std::span<const uint8_t>;
 struct FileBytes {
   std::shared_ptr<uint8_t> owner;
   size_t size = 0;
+  bool mapped = false;
 
   Bytes bytes() const { return {owner.get(), size}; }
 };
@@ -22,5 +23,9 @@ struct FileBytes {
 /// file's name, when it is missing, a directory, something else that cannot be mapped, unreadable
 /// or empty.
 FileBytes map_file(const std::filesystem::path& file);
+
+/// Lets go of the memory behind `part` of a mapped file, which nobody has changed; it is read again
+/// when it is used again.
+void release_pages(const FileBytes& file, Bytes part);
 
 }  // namespace gptfast

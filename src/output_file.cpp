@@ -30,6 +30,8 @@ OutputFile::OutputFile(const std::filesystem::path& target) : target_(target) {
               ": is a directory; expected a file to write");
   TORCH_CHECK(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
               target_.string(), ": is not a regular file");
+  if (std::filesystem::exists(status) && ::access(target_.c_str(), W_OK) != 0)
+    fail("cannot be written");
   fd_ = ::open(folder_of(target_).c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, kMode);
   if (fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR ||
                   errno == EINVAL)) {  // the file system has no unnamed files
