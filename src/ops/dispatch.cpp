@@ -1,13 +1,35 @@
 // The only place that decides which kernels run.
 #include <ATen/ATen.h>
 
+#include <cstdlib>
+#include <string_view>
+
 #include "gptfast/ops.h"
+#include "ops/cpu/step_ops.h"
 #include "ops/reference.h"
 
 namespace gptfast::ops {
 
-const char* path(at::Device) {
-  return "reference";
+namespace {
+
+/// GPTFAST_CPU=reference: plain ATen instead of the CPU kernels.
+bool cpu_reference() {
+  static const bool forced = [] {
+    const char* cap = std::getenv("GPTFAST_CPU");
+    return cap != nullptr && std::string_view(cap) == "reference";
+  }();
+  return forced;
+}
+
+/// True if the CPU kernels run for tensors of the device of `t`.
+bool on_cpu(const Tensor& t) {
+  return t.is_cpu() && !cpu_reference();
+}
+
+}  // namespace
+
+const char* path(at::Device device) {
+  return device.is_cpu() && !cpu_reference() ? cpu::path() : "reference";
 }
 
 StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device) {
@@ -24,44 +46,55 @@ StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, a
 }
 
 Tensor pack_int4(const Int4Weight& weight, at::Device device) {
+  if (device.is_cpu()) return cpu::pack_int4(weight);
   return weight.q.to(device).flatten();
 }
 
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
+  if (on_cpu(table)) return cpu::embed(rows, table, x);
   reference::embed(rows, table, x);
 }
 
 void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
                          double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
                          Tensor& k_cache, Tensor& v_cache) {
+  if (on_cpu(x))
+    return cpu::rms_qkv_rope_append(rows, x, norm_weight, eps, wqkv, freqs_cis, q, k_cache,
+                                    v_cache);
   reference::rms_qkv_rope_append(rows, x, norm_weight, eps, wqkv, freqs_cis, q, k_cache, v_cache);
 }
 
 void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cache,
-                      const Tensor& v_cache, Tensor&, Tensor& y) {
+                      const Tensor& v_cache, Tensor& partials, Tensor& y) {
+  if (on_cpu(q)) return cpu::attention_decode(rows, q, k_cache, v_cache, partials, y);
   reference::attention_decode(rows, q, k_cache, v_cache, y);
 }
 
 void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor& x) {
+  if (on_cpu(x)) return cpu::o_proj_residual(rows, y, wo, x);
   reference::o_proj_residual(rows, y, wo, x);
 }
 
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                       const LinearImpl& w1, const LinearImpl& w3, Tensor& h) {
+  if (on_cpu(x)) return cpu::rms_gate_up_silu(rows, x, norm_weight, eps, w1, w3, h);
   reference::rms_gate_up_silu(rows, x, norm_weight, eps, w1, w3, h);
 }
 
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x) {
+  if (on_cpu(x)) return cpu::down_proj_residual(rows, h, w2, x);
   reference::down_proj_residual(rows, h, w2, x);
 }
 
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                  const LinearImpl& output, Tensor& logits) {
+  if (on_cpu(x)) return cpu::rms_lm_head(rows, x, norm_weight, eps, output, logits);
   reference::rms_lm_head(rows, x, norm_weight, eps, output, logits);
 }
 
 void sample(const StepRows& rows, const Tensor& logits, const SamplingParams& params,
             Tensor& next) {
+  if (on_cpu(logits)) return cpu::sample(rows, logits, params, next);
   reference::sample(rows, logits, params, next);
 }
 

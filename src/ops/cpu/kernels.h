@@ -1,0 +1,113 @@
+// What the CPU kernels offer to the ops. The same source is compiled once per instruction set
+// (kernels_*.cpp) and chosen at run time; a kernel knows pointers and sizes, not Tensors, and runs
+// on one thread.
+//
+// This header is included by files that are compiled for newer instruction sets, so it must not
+// pull in inline functions of the standard library or LibTorch: the linker might keep their AVX-512
+// copies for everybody.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace gptfast::cpu {
+
+enum class Dtype { kFloat32, kBFloat16, kFloat16 };
+enum class Format { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+
+constexpr int kMaxRows = 8;  ///< rows of a step
+constexpr int64_t kRowTile =
+    16;  ///< weight rows are handed out in multiples of this; rows of an int4 tile
+constexpr int64_t kBlock = 32;   ///< columns that share a scale of a quantized activation
+constexpr int64_t kSplit = 256;  ///< cache positions of one partial softmax
+constexpr int64_t kInt4HeaderBytes = 64;
+
+/// One weight matrix [n, k]; data as WeightView says.
+struct Weight {
+  Format format;
+  int64_t n;
+  int64_t k;
+  int64_t groupsize;  // int4 only
+  const void* data;
+  const float* scales;  // int8 only, [n]
+};
+
+/// First bytes of a packed int4 weight. Then, for each tile of 16 rows, for each group of columns:
+///   scales [16], zeros [16] (bfloat16, or float32 where bfloat16 would round), then for each block
+///   of 32 columns 4 x 64 bytes: byte 4 r + i of vector j holds column 8 j + i of row r in its low
+///   nibble and column 8 j + 4 + i in its high one.
+/// So a thread reads one contiguous stream, and a vector register is 16 rows times 4 columns, as
+/// dot-product instructions want. Missing rows have scale and zero 0; missing columns meet
+/// activations that are 0.
+struct Int4Header {
+  int64_t float32_scales;
+};
+
+/// Where the rows of activations go that `prepare` makes for a weight format, and how it makes
+/// them.
+struct PrepareArgs {
+  const float* x;           // [k]
+  const void* norm_weight;  // [k]; null: no norm
+  Dtype norm_dtype;
+  float eps;
+  int64_t k;
+  int64_t groupsize;  // int4 only
+};
+
+/// One (row, key/value head, split) of attention: `heads` query heads against cache positions [0,
+/// length).
+struct AttendArgs {
+  const float* q;  // [heads, head_dim]
+  const void* k;   // [length, head_dim]
+  const void* v;   // [length, head_dim]
+  Dtype dtype;     // of k and v
+  int64_t heads;
+  int64_t head_dim;
+  int64_t length;  // 1 .. kSplit
+  float scale;     // of the scores
+  float* partial;  // head h: output [head_dim] (not normalized), maximum, sum at partial + h *
+                   // partial_stride
+  int64_t partial_stride;
+  float* scratch;  // attend_scratch_floats(head_dim)
+};
+
+constexpr int64_t attend_scratch_floats(int64_t head_dim) {
+  constexpr int64_t kHeadBlock = 4;
+  constexpr int64_t kMaxLanes = 16;
+  return kHeadBlock * (kSplit + head_dim + 2 * kMaxLanes);
+}
+
+/// The kernels of one instruction set.
+struct Kernels {
+  const char* name;
+  /// Bytes of one prepared activation row of k columns, a multiple of 64.
+  size_t (*activation_bytes)(Format format, int64_t k, int64_t groupsize);
+  /// Writes the activation row that gemv of `format` reads: x, or rms_norm(x), in that format's
+  /// order and precision. `out` is 64-byte aligned.
+  void (*prepare)(Format format, const PrepareArgs& args, void* out);
+  /// out[m * out_stride + (n - begin)] = dot(weight row n, activation row m) for n in [begin, end).
+  /// `begin` is a multiple of kRowTile; activation rows are activation_bytes apart. out may be
+  /// written up to the next multiple of kRowTile.
+  void (*gemv)(const Weight& weight, int64_t begin, int64_t end, const void* activations, int rows,
+               float* out, int64_t out_stride);
+  void (*attend)(const AttendArgs& args);
+  /// h[i] = silu(gate[i]) * up[i].
+  void (*silu_mul)(const float* gate, const float* up, int64_t n, float* h);
+  /// y[d] = sum_s partial[s][d] * exp(max_s - max) / total over the splits, in order.
+  void (*merge)(const float* partials, int64_t splits, int64_t stride, int64_t head_dim, float* y);
+  /// out[i] = in[i] converted, n values of `dtype`.
+  void (*to_float)(const void* in, Dtype dtype, int64_t n, float* out);
+  void (*from_float)(const float* in, int64_t n, Dtype dtype, void* out);
+};
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
+
+/// The kernels for this CPU, capped by the environment's GPTFAST_CPU (see ops::path). Throws
+/// c10::Error on an unknown value.
+const Kernels& kernels();
+
+}  // namespace gptfast::cpu
