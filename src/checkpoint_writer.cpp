@@ -1,6 +1,8 @@
 // What torch.save writes, tensor by tensor: the storages first, then the pickle that names them.
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <map>
 #include <set>
 
 #include "dtype_names.h"
@@ -85,6 +87,11 @@ class PickleWriter {
   std::string out_;
 };
 
+struct Saved {
+  std::string key;  // of the storage
+  Tensor outline;   // shape, strides and dtype, without data
+};
+
 }  // namespace
 
 struct CheckpointWriter::Impl {
@@ -108,7 +115,7 @@ struct CheckpointWriter::Impl {
   OutputFile output;
   zip::Writer archive;
   PickleWriter pickle;
-  std::set<std::string> names;
+  std::map<std::string, Saved> tensors;
   std::set<std::string> records;
   bool open = true;  // false after the end and after a failure
 };
@@ -121,14 +128,25 @@ void CheckpointWriter::add(const std::string& name, const Tensor& tensor) {
   impl_->begin();
   TORCH_CHECK(tensor.defined() && dtype_name(tensor.scalar_type()) != "unknown",
               impl_->file.string(), ": tensor '", name, "' has a dtype that cannot be saved");
-  const std::string key = std::to_string(impl_->names.size());
-  TORCH_CHECK(impl_->names.insert(name).second, impl_->file.string(),
-              ": two tensors have the name '", name, "'");
+  const std::string key = std::to_string(impl_->tensors.size());
   const Tensor data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
+  const Tensor outline = at::empty(data.sizes(), data.options().device(at::kMeta));
+  TORCH_CHECK(impl_->tensors.emplace(name, Saved{key, outline}).second, impl_->file.string(),
+              ": two tensors have the name '", name, "'");
   impl_->add_record("data/" + key,
                     {static_cast<const uint8_t*>(data.const_data_ptr()), data.nbytes()});
   impl_->pickle.add(name, data, key);
   impl_->open = true;
+}
+
+void CheckpointWriter::add_alias(const std::string& name, const std::string& existing) {
+  const auto found = impl_->tensors.find(existing);
+  TORCH_CHECK(found != impl_->tensors.end(), impl_->file.string(), ": there is no tensor '",
+              existing, "' to share");
+  const Saved saved = found->second;
+  TORCH_CHECK(impl_->tensors.emplace(name, saved).second, impl_->file.string(),
+              ": two tensors have the name '", name, "'");
+  impl_->pickle.add(name, saved.outline, saved.key);
 }
 
 void CheckpointWriter::set_record(const std::string& name, const std::string& bytes) {

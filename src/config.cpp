@@ -216,6 +216,11 @@ ModelArgs ModelArgs::from_name(std::string_view name) {
               "'; known names: ", c10::Join(", ", known_model_names()));
 }
 
+ModelArgs ModelArgs::from_name_or_file(const std::string& name) {
+  const bool is_file = name.ends_with(".json") || std::filesystem::is_regular_file(name);
+  return is_file ? from_json_file(name) : from_name(name);
+}
+
 std::optional<std::string> match_model_name(std::string_view directory_name) {
   for (const ModelRow& row : model_table()) {
     if (lower(row.name) == lower(directory_name)) return row.name;
@@ -253,10 +258,7 @@ struct FoundConfig {
 FoundConfig choose_config(const std::filesystem::path& checkpoint_path,
                           const std::string& override_config) {
   if (!override_config.empty()) {
-    const bool is_file =
-        override_config.ends_with(".json") || std::filesystem::is_regular_file(override_config);
-    if (is_file) return {ModelArgs::from_json_file(override_config), override_config};
-    return {ModelArgs::from_name(override_config), "--config " + override_config};
+    return {ModelArgs::from_name_or_file(override_config), "--config " + override_config};
   }
   for (const char* name : {"config.json", "params.json"}) {
     const auto file = checkpoint_path.parent_path() / name;

@@ -120,7 +120,7 @@ void check_size(const ModelArgs& config, const StateDict& tensors) {
 
 void check_layer(const ModelArgs& config, const std::string& prefix, Checker& checker) {
   const std::string attention = prefix + "attention.";
-  if (checker.contains(attention + "wq.weight")) {
+  if (checker.contains(attention + "wq.weight") || checker.contains(attention + "wk.weight")) {
     checker.linear(attention + "wq", config.n_head * config.head_dim, config.dim);
     checker.linear(attention + "wk", config.n_local_heads * config.head_dim, config.dim);
     checker.linear(attention + "wv", config.n_local_heads * config.head_dim, config.dim);

@@ -66,6 +66,8 @@ class CheckpointWriter {
 
   /// Appends one tensor (made contiguous, copied from its device). Throws when the name was used or the disk is full.
   void add(const std::string& name, const Tensor& tensor);
+  /// Gives the tensor `existing` a second name that shares its storage, as torch.save does for tied weights.
+  void add_alias(const std::string& name, const std::string& existing);
   /// Adds a record `extra/<name>` beside the tensors, which Python ignores.
   void set_record(const std::string& name, const std::string& bytes);
   /// Completes the file. Throws naming the file when that fails.

@@ -63,6 +63,8 @@ struct ModelArgs {
   /// object with the fields of ModelArgs. Throws naming the file and the missing or unsupported
   /// field.
   static ModelArgs from_json_file(const std::filesystem::path& file);
+  /// What --config means: from_json_file for a name that ends in .json or is a file, else from_name.
+  static ModelArgs from_name_or_file(const std::string& name);
 };
 
 /// Smallest multiple of k that is >= n.
