@@ -48,10 +48,11 @@ FileBytes map_file(const std::filesystem::path& file) {
 
 void release_pages(const FileBytes& file, Bytes part) {
   if (!file.mapped) return;
-  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(part.data()) + page - 1) / page * page;
-  const uintptr_t end = reinterpret_cast<uintptr_t>(part.data() + part.size()) / page * page;
-  if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  const auto page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  const auto first = static_cast<size_t>(part.data() - file.owner.get());
+  const size_t begin = (first + page - 1) / page * page;
+  const size_t end = (first + part.size()) / page * page;
+  if (begin < end) ::madvise(file.owner.get() + begin, end - begin, MADV_DONTNEED);
 }
 
 }  // namespace gptfast

@@ -47,8 +47,10 @@ class StateDict {
 /// names joined by '/'. No code in a file is ever executed: a global outside the allow-list is refused by name.
 ///
 /// The file is mapped once and tensors are views of the mapping (copy-on-write), which lives as long as any of them; sizes,
-/// offsets and strides are checked against the file. Throws c10::Error with one line that names the file, what it is (an HTML
-/// page, a Git-LFS pointer, a TorchScript archive, a safetensors file, a truncated file, ...) and what to do.
+/// offsets and strides are checked against the file. Only storages that the file does not align to 64 bytes, as legacy files
+/// do not, are copied. requires_grad and the device in the file are ignored: tensors are plain ones on the CPU. Throws
+/// c10::Error with one line that names the file, what it is (an HTML page, a Git-LFS pointer, a TorchScript archive, a
+/// safetensors file, a truncated file, ...) and what to do. A file without tensors gives an empty StateDict.
 ///
 /// `records`, when given, receives the small extra zip records that are ours (see CheckpointWriter::set_record).
 StateDict load_checkpoint(const std::filesystem::path& file, std::map<std::string, std::string>* records = nullptr);
@@ -56,7 +58,8 @@ StateDict load_checkpoint(const std::filesystem::path& file, std::map<std::strin
 /// Writes a .pth tensor by tensor, for models larger than memory. Python reads the result with
 /// torch.load(weights_only=True, mmap=True): a plain dict with the keys in the order of add().
 /// Nothing appears under `file` before finish(): a temporary file in the same directory is synced and renamed.
-/// The destructor removes an unfinished temporary file.
+/// The destructor removes an unfinished temporary file. Tensors lie at multiples of 64 bytes, and each is written whole:
+/// storages that tensors share are not shared in the file.
 class CheckpointWriter {
  public:
   explicit CheckpointWriter(const std::filesystem::path& file);
