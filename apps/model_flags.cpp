@@ -26,7 +26,7 @@ std::unique_ptr<Tokenizer> load_tokenizer(const CommandLine& flags) {
 
 void declare_model_flags(CommandLine& flags) {
   flags.text("checkpoint_path", "model.pth, model_int8.pth, model_int4.g32.pth, ...",
-             "checkpoints/meta-Transformer/Transformer-2-7b-chat-hf/model.pth");
+             "checkpoints/meta-llama/Llama-2-7b-chat-hf/model.pth");
   flags.text("tokenizer_path",
              "tokenizer.model or tokenizer.json; else the one beside the checkpoint");
   flags.text("config",
@@ -34,6 +34,8 @@ void declare_model_flags(CommandLine& flags) {
              "its folder's name");
   flags.choice("precision", "floating weights are cast to this", "bfloat16",
                {"bfloat16", "float16", "float32"});
+  flags.choice("int4_layout", "how int4 codes lie in the file, where its contents do not tell",
+               "auto", {"auto", "cuda", "cpu-avx512", "cpu-avx2", "cpu"});
   flags.text("device", "cpu, cuda or cuda:N", default_device());
   flags.flag("reference", "plain LibTorch instead of the fused kernels, to compare with");
   flags.integer("num_threads", "CPU threads; 0: the physical cores this process may use", 0, 0,
@@ -56,6 +58,7 @@ LoadedModel load_from_flags(const CommandLine& flags) {
                                .precision = parse_dtype("precision", flags.get_text("precision")),
                                .device = device,
                                .reference = flags.get_flag("reference"),
+                               .int4_layout = flags.get_text("int4_layout"),
                                .progress = progress.callback()});
   }
   loaded.tokenizer = load_tokenizer(flags);

@@ -9,9 +9,8 @@
 
 namespace gptfast::app {
 
-/// Declares --checkpoint_path, --tokenizer_path, --config, --precision, --device, --reference,
-/// --num_threads, --seed, --json and
-/// --quiet.
+/// Declares --checkpoint_path, --tokenizer_path, --config, --precision, --int4_layout, --device,
+/// --reference, --num_threads, --seed, --json and --quiet.
 void declare_model_flags(CommandLine& flags);
 
 struct LoadedModel {

@@ -89,10 +89,21 @@ void check_file_name(const std::filesystem::path& file, WeightScheme scheme) {
               ", which its name contradicts");
 }
 
+/// What the user says, else what the file's record says; kAuto when neither does.
+Int4Layout find_int4_layout(const std::map<std::string, std::string>& records,
+                            const std::string& override_layout) {
+  const Int4Layout layout = int4_layout_from_string(override_layout);
+  const auto record = records.find(kInt4LayoutRecord);
+  if (layout != Int4Layout::kAuto || record == records.end()) return layout;
+  return int4_layout_from_string(record->second);
+}
+
 }  // namespace
 
 Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadOptions& options) {
-  StateDict tensors = load_checkpoint(checkpoint_path);
+  std::map<std::string, std::string> records;
+  StateDict tensors = load_checkpoint(checkpoint_path, &records);
+  const Int4Layout int4_layout = find_int4_layout(records, options.int4_layout);
   const ModelArgs config = find_config(checkpoint_path, options.config, tensors);
   tensors = normalize(std::move(tensors), config);
   check_config(config, tensors);
@@ -104,6 +115,7 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
                                     : (from_heads ? config.n_head * config.head_dim : config.dim);
     WeightScheme found = weight_scheme(tensors, fqn, in_features);
     if (found.format < WeightFormat::kInt8) found.format = floating_format(options.precision, fqn);
+    if (found.format == WeightFormat::kInt4) found.layout = int4_layout;
     return found;
   };
   check_file_name(checkpoint_path, scheme("layers.0.attention.wqkv"));

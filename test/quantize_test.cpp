@@ -5,7 +5,9 @@
 
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "int4_layout.h"
@@ -202,6 +204,48 @@ TEST(QuantizeFile, ATiedHeadGetsItsOwnQuantizedCopy) {
   const Transformer model = load_model(dir / "out.pth", {});
   EXPECT_EQ(model->output->scheme.format, WeightFormat::kInt8);
   EXPECT_EQ(model->tok_embeddings->weight.scalar_type(), at::kBFloat16);
+}
+
+/// An int4 file whose codes never reach 15, as imported ones may be.
+void write_import(const ModelDir& dir, const std::string& name, bool with_record) {
+  quantize(dir.model(), dir / "int4.pth", {.format = WeightFormat::kInt4, .groupsize = 32});
+  StateDict tensors = load_checkpoint(dir / "int4.pth");
+  for (const auto& [key, tensor] : StateDict(tensors)) {
+    if (tensor.scalar_type() == at::kInt) tensors.set(key, tensor.bitwise_and(0x77777777));
+  }
+  std::map<std::string, std::string> records;
+  if (with_record) records[kInt4LayoutRecord] = "cuda";
+  save_checkpoint(dir / name, tensors, records);
+}
+
+TEST(QuantizeFile, ARecordOrTheUserNamesTheLayout) {
+  const ModelDir dir("tiny-gqa");
+  write_import(dir, "without.pth", /*with_record=*/false);
+  write_import(dir, "with.pth", /*with_record=*/true);
+  const std::string error = error_of([&] { load_model(dir / "without.pth", {}); });
+  EXPECT_NE(error.find("--int4_layout"), std::string::npos) << error;
+  const Tensor told = load_model(dir / "with.pth", {})->layers[0]->attention->wo->dequantize();
+  const Transformer model = load_model(dir / "without.pth", {.int4_layout = "cuda"});
+  EXPECT_TRUE(at::equal(told, model->layers[0]->attention->wo->dequantize()));
+  EXPECT_NE(error_of([&] { load_model(dir / "with.pth", {.int4_layout = "gpu"}); }).find("'gpu'"),
+            std::string::npos);
+}
+
+TEST(QuantizeFile, PythonLoadsAFileWithARecord) {
+  const char* python = std::getenv("GPTFAST_PYTHON");
+  const std::string interpreter = python != nullptr ? python : "python3";
+  if (std::system((interpreter + " -c 'import torch' 2>/dev/null").c_str()) != 0)
+    GTEST_SKIP() << "no Python with torch; GPTFAST_PYTHON names one";
+  const ModelDir dir("tiny-gqa");
+  write_import(dir, "with.pth", /*with_record=*/true);
+  std::ofstream(dir / "check.py")
+      << "import sys, torch\n"
+         "d = torch.load(sys.argv[1], mmap=True, weights_only=True)\n"
+         "assert d['output.weight'].shape == (64, 2, 32, 4), d\n"
+         "assert d['output.scales_and_zeros'].dtype == torch.bfloat16\n";
+  const std::string command =
+      interpreter + " " + (dir / "check.py").string() + " " + (dir / "with.pth").string();
+  EXPECT_EQ(std::system(command.c_str()), 0);
 }
 
 // ---- Bad input

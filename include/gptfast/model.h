@@ -151,12 +151,14 @@ Tensor precompute_freqs_cis(int64_t seq_len, int64_t n_elem, double base, at::Sc
 Tensor apply_rotary_emb(const Tensor& x, const Tensor& freqs_cis);
 
 struct LoadOptions {
-  std::string config;  ///< --config: table name or JSON file; empty: found beside the checkpoint
+  std::string config =
+      {};  ///< --config: table name or JSON file; empty: found beside the checkpoint
   at::ScalarType precision =
       at::kBFloat16;  ///< floating tensors are cast to this, as the original does
   at::Device device = at::kCPU;
-  bool reference = false;                                     ///< --reference
-  std::function<void(int64_t done, int64_t total)> progress;  ///< bytes
+  bool reference = false;            ///< --reference
+  std::string int4_layout = "auto";  ///< --int4_layout: auto, cuda, cpu-avx512, cpu-avx2 or cpu
+  std::function<void(int64_t done, int64_t total)> progress = {};  ///< bytes
 };
 
 /// Reads a checkpoint and builds the model in its weight formats. wq, wk, wv are fused to wqkv,
