@@ -11,12 +11,13 @@ namespace {
 constexpr double kDampStep = 10;  // factor by which a damping that proved too little is raised
 constexpr double kMaxPercdamp = 10;
 
-/// Scales and lower ends of the codes of one group as columns, float32 holding bfloat16 values.
+/// What the 16 codes of a group mean: for one column [N] or for a whole weight [N, K]. float32
+/// holding bfloat16 values.
 struct Codebook {
-  Tensor scales, zeros, least;  // [N]
+  Tensor scales, zeros, least;  // least: of the values, code 0
 
-  Codebook(const GroupParams& params, int64_t group)
-      : scales(params.scales.select(1, group)), zeros(params.zeros.select(1, group)) {
+  Codebook(const Tensor& bfloat16_scales, const Tensor& bfloat16_zeros)
+      : scales(bfloat16_scales), zeros(bfloat16_zeros) {
     least = (zeros - scales * 8).to(at::kFloat);  // in bfloat16, as quantize_int4
     scales = scales.to(at::kFloat);
     zeros = zeros.to(at::kFloat);
@@ -47,7 +48,8 @@ struct InverseFactor {
   double percdamp;  // share of the mean diagonal that was added
 };
 
-InverseFactor inverse_factor(const Tensor& hessian /* float64 */, double percdamp) {
+InverseFactor inverse_factor(const Tensor& hessian /* float64 */, double percdamp,
+                             std::string_view name) {
   const double mean = hessian.diagonal().mean().item<double>();
   const auto factor = [&](double share) -> Tensor {
     Tensor damped = hessian.clone();
@@ -62,28 +64,26 @@ InverseFactor inverse_factor(const Tensor& hessian /* float64 */, double percdam
   for (double share = percdamp; share <= kMaxPercdamp; share = std::max(share * kDampStep, 1e-4)) {
     if (Tensor upper = factor(share); upper.defined()) return {.upper = upper, .percdamp = share};
   }
-  TORCH_CHECK(false,
-              "the Hessian of the layer's inputs is not positive definite even with --percdamp ",
+  TORCH_CHECK(false, name,
+              ": the Hessian of the inputs is not positive definite even with --percdamp ",
               kMaxPercdamp, "; calibrate on more or other text");
 }
 
 /// trace((W - Q) H (W - Q)^T).
 double output_error(const Tensor& difference, const Tensor& hessian) {
-  const Tensor d = difference.to(hessian.scalar_type());
-  return at::mm(d, hessian).mul_(d).sum().item<double>();
+  return at::mm(difference, hessian.to(at::kFloat)).mul_(difference).sum().item<double>();
 }
 
 GptqWeight round_to_nearest(const Tensor& w, int64_t groupsize) {
-  GptqWeight result{.codes = at::empty(w.sizes(), w.options().dtype(at::kByte)),
-                    .params = group_params(w, groupsize),
-                    .dequantized = at::empty_like(w),
-                    .calibrated = false};
-  for (int64_t k = 0; k < w.size(1); ++k) {
-    const Codebook codebook(result.params, k / groupsize);
-    const Tensor codes = codebook.quantize(w.select(1, k));
-    result.codes.select(1, k).copy_(codes);
-    result.dequantized.select(1, k).copy_(codebook.dequantize(codes));
-  }
+  GptqWeight result;
+  result.params = group_params(w, groupsize);
+  const auto per_column = [&](const Tensor& t) {
+    return t.repeat_interleave(groupsize, /*dim=*/1).narrow(1, 0, w.size(1));
+  };
+  const Codebook codebook(per_column(result.params.scales), per_column(result.params.zeros));
+  const Tensor codes = codebook.quantize(w);
+  result.codes = codes.to(at::kByte);
+  result.dequantized = codebook.dequantize(codes);
   return result;
 }
 
@@ -131,19 +131,24 @@ void check_gptq_options(const GptqOptions& options) {
               "--percdamp is a share from 0 to 1, not ", options.percdamp);
 }
 
-GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptions& options) {
+GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptions& options,
+                         std::string_view name) {
   check_gptq_options(options);
   const int64_t columns = w.size(1);
   TORCH_CHECK(w.dim() == 2 && hessian.dim() == 2 && hessian.size(0) == columns &&
                   hessian.size(1) == columns,
               "GPTQ: a weight of shape ", w.sizes(), " and a Hessian of ", hessian.sizes());
-  TORCH_CHECK(at::isfinite(hessian).all().item<bool>(),
-              "the layer's inputs hold NaN or infinite values; calibrate on other text, or check "
+  TORCH_CHECK(at::isfinite(hessian).all().item<bool>(), name,
+              ": the inputs hold NaN or infinite values; calibrate on other text, or check "
               "the model");
   const Tensor h = hessian.to(w.device(), at::kDouble);
   const Tensor original = w.to(at::kFloat);
+  TORCH_CHECK(at::isfinite(original).all().item<bool>(), name,
+              ": the weight holds NaN or infinite values: it cannot be quantized");
   const Tensor dead = h.diagonal() == 0;
-  if (dead.all().item<bool>()) return round_to_nearest(original, options.groupsize);
+  GptqWeight rounded = round_to_nearest(original, options.groupsize);
+  rounded.calibrated = !dead.all().item<bool>();
+  if (!rounded.calibrated) return rounded;
 
   Tensor damped = h + at::diag(dead.to(h.scalar_type()));
   Tensor start = original.masked_fill(dead, 0);
@@ -152,7 +157,7 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
     order = damped.diagonal().argsort(/*stable=*/true, /*dim=*/0, /*descending=*/true);
     damped = damped.index_select(0, order).index_select(1, order);
   }
-  const InverseFactor inverse = inverse_factor(damped, options.percdamp);
+  const InverseFactor inverse = inverse_factor(damped, options.percdamp, name);
 
   GptqWeight result;
   result.percdamp = inverse.percdamp;
@@ -163,7 +168,7 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
   if (options.act_order) {
     result.params = group_params(start, options.groupsize);
     for (int64_t g = 0; g < result.params.scales.size(1); ++g)
-      codebooks.emplace_back(result.params, g);
+      codebooks.emplace_back(result.params.scales.select(1, g), result.params.zeros.select(1, g));
     const Tensor groups = order.cpu().floor_divide(options.groupsize);
     const auto* group = groups.const_data_ptr<int64_t>();
     quantize_columns(
@@ -181,7 +186,7 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
           if (i % options.groupsize == 0) {
             const Tensor group = wt.slice(0, i, std::min(i + options.groupsize, columns)).t();
             const GroupParams params = int4_group_params(group.contiguous(), group.size(1));
-            codebooks.emplace_back(params, 0);
+            codebooks.emplace_back(params.scales.select(1, 0), params.zeros.select(1, 0));
             scales.push_back(params.scales);
             zeros.push_back(params.zeros);
           }
@@ -193,6 +198,7 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
   result.codes = codes_t.t().contiguous();
   result.dequantized = dequantized_t.t().contiguous();
   result.error = output_error(original - result.dequantized, h);
+  result.rounded_error = output_error(original - rounded.dequantized, h);
   return result;
 }
 

@@ -65,6 +65,20 @@ int64_t int4_file_features(int64_t in_features, int64_t groupsize) {
   return fits ? in_features : find_multiple(in_features, 1024);
 }
 
+Int4FileTensors int4_file_tensors(const Int4Weight& weight) {
+  const int64_t padded_k = int4_file_features(weight.in_features, weight.groupsize);
+  const int64_t new_groups = padded_k / weight.groupsize - weight.scales.size(1);
+  const auto padded = [&](const Tensor& t) { return at::constant_pad_nd(t, {0, new_groups}, 1); };
+  const Tensor q = at::constant_pad_nd(weight.q, {0, padded_k / 2 - weight.q.size(1)});
+  return {.weight = pack_int4_cuda(q, kInnerKTiles),
+          .scales_and_zeros = pack_scales_and_zeros(padded(weight.scales), padded(weight.zeros))};
+}
+
+std::string unpacked_rows_note(const std::string& fqn, int64_t rows) {
+  return c10::str(fqn, " stays bfloat16: its ", rows,
+                  " rows are no multiple of 8. The Python original cannot load this file.");
+}
+
 namespace {
 
 bool is_linear(const std::string& name, const Tensor& tensor) {
@@ -119,9 +133,7 @@ class Quantizer {
     const int64_t k = tensor.size(1);
     if (n % 8 != 0) {
       writer_.add(name, tensor.to(at::kBFloat16));
-      report(fqn, tensor, {.format = WeightFormat::kBFloat16}, k,
-             c10::str(fqn, " stays bfloat16: its ", n,
-                      " rows are no multiple of 8. The Python original cannot load this file."));
+      report(fqn, tensor, {.format = WeightFormat::kBFloat16}, k, unpacked_rows_note(fqn, n));
       return;
     }
     const int64_t padded_k = int4_file_features(k, options_.groupsize);

@@ -87,7 +87,9 @@ struct LinearImpl : torch::nn::Module {
   int64_t in_features;
   int64_t out_features;
   WeightScheme scheme;
-  bool reference = false;   ///< forward() in plain ATen whatever kernels exist
+  bool reference = false;  ///< forward() in plain ATen whatever kernels exist
+  /// Stands in for forward() when set: calibration watches inputs and swaps weights with it.
+  std::function<Tensor(const Tensor& x)> substitute = {};
   Tensor weight;            ///< [N, K]; int4: as in the file
   Tensor scales;            ///< [N]; int8 only
   Tensor scales_and_zeros;  ///< [Kp/g, N, 2], Kp >= K padded; int4 only

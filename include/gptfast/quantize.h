@@ -49,14 +49,29 @@ Tensor pack_nibbles(const Tensor& codes);
 /// expects.
 int64_t int4_file_features(int64_t in_features, int64_t groupsize);
 
+/// The two tensors of an int4 layer in a file.
+struct Int4FileTensors {
+  Tensor weight;            ///< CUDA layout, int32 [N / 8][Kp / 128][32][4]
+  Tensor scales_and_zeros;  ///< [Kp / g, N, 2]
+};
+
+/// Packs a weight whose codes were found elsewhere (GPTQ, imports), padded with code 0, scale 1 and
+/// zero 1 as the original's GPTQ does. N must be a multiple of 8.
+Int4FileTensors int4_file_tensors(const Int4Weight& weight);
+
+/// The note for an int4 layer that stays bfloat16 because its `rows` are no multiple of 8.
+std::string unpacked_rows_note(const std::string& fqn, int64_t rows);
+
 /// What became of one linear layer.
 struct QuantizedLayer {
   std::string name;  ///< "layers.0.attention.wqkv"
   WeightScheme scheme;
   int64_t out_features = 0;
   int64_t in_features = 0;
-  int64_t padded_k = 0;  ///< columns in the file
-  std::string note;      ///< why it stayed unquantized; empty otherwise
+  int64_t padded_k = 0;      ///< columns in the file
+  std::string note = {};     ///< why it stayed unquantized, or what else was unusual
+  double error = 0;          ///< GPTQ: squared error of the outputs on the calibration data
+  double rounded_error = 0;  ///< GPTQ: the same had it been rounded to nearest
 };
 
 struct QuantizeOptions {
