@@ -14,6 +14,7 @@
 #include "gptfast/chat.h"
 #include "gptfast/checkpoint.h"
 #include "gptfast/generate.h"
+#include "gptfast/speculative.h"
 #include "gptfast/tokenizer.h"
 #include "model_flags.h"
 
@@ -201,6 +202,11 @@ CommandLine make_command_line() {
   flags.flag("ignore_eos", "do not end at the model's stop tokens");
   flags.choice("chat_template", "auto applies the model's own, and only with --interactive", "auto",
                {"auto", "none", "llama2", "llama3", "mistral", "chatml"});
+  flags.text("draft_checkpoint_path",
+             "smaller model of the same vocabulary that drafts tokens (speculative decoding)");
+  flags.choice("draft", "lookup: draft what followed the text's last words earlier in it", "",
+               {"lookup"});
+  flags.integer("speculate_k", "tokens to draft a round", 5, 1, kMaxSpeculateK);
   flags.text("logits_out", "write {tokens, logits} of the only sample, for Python's torch.load");
   return flags;
 }
@@ -213,6 +219,13 @@ void check_flags(const CommandLine& flags) {
           "give one of --prompt, --prompt_ids and --prompt_file");
   require(!flags.given("logits_out") || flags.get_integer("num_samples") == 1,
           "--logits_out needs --num_samples 1");
+  const bool speculative = flags.given("draft") || flags.given("draft_checkpoint_path");
+  require(!flags.given("draft") || !flags.given("draft_checkpoint_path"),
+          "give one of --draft lookup and --draft_checkpoint_path");
+  require(!speculative || flags.get_integer("batch_size") == 1,
+          "speculative decoding needs --batch_size 1");
+  require(!speculative || !flags.get_flag("interactive"),
+          "--interactive goes without speculative decoding");
   require(!flags.get_flag("interactive") ||
               (flags.get_integer("batch_size") == 1 && !flags.get_flag("json")),
           "--interactive goes with --batch_size 1 and without --json");
@@ -227,6 +240,8 @@ GenerateOptions generate_options(const CommandLine& flags, const Tokenizer* toke
                       .top_k = flags.get_integer("top_k"),
                       .seed = static_cast<uint64_t>(flags.get_integer("seed"))};
   options.return_logits = flags.given("logits_out");
+  options.lookup = flags.given("draft");
+  options.speculate_k = flags.get_integer("speculate_k");
   if (tokenizer != nullptr && !flags.get_flag("ignore_eos")) {
     options.stop_tokens = tokenizer->stop_ids();
     for (const int32_t id : turn_end_ids(*tokenizer, chat_template))
@@ -235,11 +250,39 @@ GenerateOptions generate_options(const CommandLine& flags, const Tokenizer* toke
   return options;
 }
 
+/// The draft model of --draft_checkpoint_path. Throws when its tokenizer is another one.
+Transformer load_draft(const CommandLine& flags, const LoadedModel& loaded) {
+  const std::string path = flags.get_text("draft_checkpoint_path");
+  const auto tokenizer = load_tokenizer_beside(path);
+  constexpr const char* kProbe =
+      "The quick brown fox, 12345 times:\n\tfor (i = 0; i < n; ++i) été 东京 🦙";
+  TORCH_CHECK(tokenizer == nullptr || loaded.tokenizer == nullptr ||
+                  tokenizer->encode(kProbe) == loaded.tokenizer->encode(kProbe),
+              "the draft '", path, "' and the model '", flags.get_text("checkpoint_path"),
+              "' have different tokenizers; a draft must share its model's");
+  return load_model_from_flags(flags, path, /*config=*/"");
+}
+
+/// The original's closing lines about speculation.
+void print_acceptance(const std::vector<int64_t>& counts) {
+  const auto rounds =
+      static_cast<double>(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
+  if (rounds == 0) return;
+  double mean = 0;
+  std::printf("Acceptance probs: [");
+  for (size_t i = 0; i < counts.size(); ++i) {
+    std::printf("%s%.4f", i == 0 ? "" : ", ", static_cast<double>(counts[i]) / rounds);
+    mean += static_cast<double>(i) * static_cast<double>(counts[i]) / rounds;
+  }
+  std::printf("]\nMean Accepted: %.4f\n", mean);
+}
+
 /// Generates --num_samples times and prints each as it comes.
 void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& prompt,
                  GenerateOptions options) {
   const bool json = flags.get_flag("json");
   std::vector<double> rates;
+  std::vector<int64_t> accept_counts(static_cast<size_t>(options.speculate_k) + 1);
   for (int64_t i = 0; i < flags.get_integer("num_samples"); ++i) {
     Streamer streamer(loaded.tokenizer.get(), options.stop_tokens);
     if (!json) {
@@ -255,6 +298,8 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
     options.sampling.seed += static_cast<uint64_t>(
         options.batch_size);  // every row of every sample has a seed of its own
     rates.push_back(result.tokens_per_sec());
+    for (size_t n = 0; n < result.accept_counts.size(); ++n)
+      accept_counts[n] += result.accept_counts[n];
     if (options.return_logits) save_logits(flags.get_text("logits_out"), prompt, result);
     if (json) {
       print_json(i, prompt, result, loaded.tokenizer.get(), *loaded.model, options.stop_tokens);
@@ -264,8 +309,10 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
     }
   }
   if (json) return;
+  std::printf("==========\n");
+  print_acceptance(accept_counts);
   std::printf(
-      "==========\nBatch Size: %ld\nPrompt Length: %zu\nGenerated tokens: %ld\nAverage tokens/sec: "
+      "Batch Size: %ld\nPrompt Length: %zu\nGenerated tokens: %ld\nAverage tokens/sec: "
       "%.2f\nMemory used: %.2f GB\n",
       options.batch_size, prompt.ids.size(), options.max_new_tokens,
       std::accumulate(rates.begin(), rates.end(), 0.0) / static_cast<double>(rates.size()),
@@ -283,7 +330,12 @@ int generate_main(int argc, char** argv) {
       templated ? chat_template_from_string(flags.get_text("chat_template"),
                                             require_tokenizer(loaded, "a chat"))
                 : ChatTemplate::kNone;
-  const GenerateOptions options = generate_options(flags, loaded.tokenizer.get(), chat_template);
+  GenerateOptions options = generate_options(flags, loaded.tokenizer.get(), chat_template);
+  Transformer draft_model{nullptr};
+  if (flags.given("draft_checkpoint_path")) {
+    draft_model = load_draft(flags, loaded);
+    options.draft_model = &draft_model;
+  }
   if (interactive) {
     chat_loop(loaded.model, *loaded.tokenizer, chat_template, options);
   } else {

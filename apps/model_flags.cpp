@@ -13,15 +13,6 @@ namespace {
 
 constexpr int64_t kMaxThreads = 1024;
 
-std::unique_ptr<Tokenizer> load_tokenizer(const CommandLine& flags) {
-  if (flags.given("tokenizer_path")) return Tokenizer::load(flags.get_text("tokenizer_path"));
-  const auto directory = std::filesystem::path(flags.get_text("checkpoint_path")).parent_path();
-  for (const char* name : {"tokenizer.model", "tokenizer.json"}) {
-    if (std::filesystem::exists(directory / name)) return Tokenizer::load(directory / name);
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 void declare_model_flags(CommandLine& flags) {
@@ -45,25 +36,39 @@ void declare_model_flags(CommandLine& flags) {
   flags.flag("quiet", "no progress and no messages");
 }
 
+std::unique_ptr<Tokenizer> load_tokenizer_beside(const std::string& checkpoint_path) {
+  const auto directory = std::filesystem::path(checkpoint_path).parent_path();
+  for (const char* name : {"tokenizer.model", "tokenizer.json"}) {
+    if (std::filesystem::exists(directory / name)) return Tokenizer::load(directory / name);
+  }
+  return nullptr;
+}
+
+Transformer load_model_from_flags(const CommandLine& flags, const std::string& checkpoint_path,
+                                  const std::string& config) {
+  Progress progress("Loading", Progress::Unit::kBytes, flags.get_flag("quiet"));
+  return load_model(checkpoint_path,
+                    {.config = config,
+                     .precision = parse_dtype("precision", flags.get_text("precision")),
+                     .device = parse_device(flags.get_text("device")),
+                     .reference = flags.get_flag("reference"),
+                     .int4_layout = flags.get_text("int4_layout"),
+                     .progress = progress.callback()});
+}
+
 LoadedModel load_from_flags(const CommandLine& flags) {
   const auto start = std::chrono::steady_clock::now();
   const bool silent = flags.get_flag("quiet") || flags.get_flag("json");
-  const at::Device device = parse_device(flags.get_text("device"));
-  if (!silent) std::cerr << "Using device=" << device << "\nLoading model ..." << std::endl;
+  const std::string checkpoint_path = flags.get_text("checkpoint_path");
+  if (!silent)
+    std::cerr << "Using device=" << flags.get_text("device") << "\nLoading model ..." << std::endl;
   LoadedModel loaded;
-  {
-    Progress progress("Loading", Progress::Unit::kBytes, flags.get_flag("quiet"));
-    loaded.model = load_model(flags.get_text("checkpoint_path"),
-                              {.config = flags.get_text("config"),
-                               .precision = parse_dtype("precision", flags.get_text("precision")),
-                               .device = device,
-                               .reference = flags.get_flag("reference"),
-                               .int4_layout = flags.get_text("int4_layout"),
-                               .progress = progress.callback()});
-  }
-  loaded.tokenizer = load_tokenizer(flags);
-  const auto elapsed = std::chrono::steady_clock::now() - start;
-  loaded.seconds = std::chrono::duration<double>(elapsed).count();
+  loaded.model = load_model_from_flags(flags, checkpoint_path, flags.get_text("config"));
+  loaded.tokenizer = flags.given("tokenizer_path")
+                         ? Tokenizer::load(flags.get_text("tokenizer_path"))
+                         : load_tokenizer_beside(checkpoint_path);
+  const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+  loaded.seconds = elapsed.count();
   if (!silent) fprintf(stderr, "Time to load model: %.2f seconds\n", loaded.seconds);
   return loaded;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "common.h"
 #include "gptfast/model.h"
@@ -21,6 +22,13 @@ struct LoadedModel {
 
 /// Loads what the flags name, with a progress bar, and says so on stderr unless --quiet or --json.
 LoadedModel load_from_flags(const CommandLine& flags);
+
+/// The model of another checkpoint (a draft) with the same flags.
+Transformer load_model_from_flags(const CommandLine& flags, const std::string& checkpoint_path,
+                                  const std::string& config);
+
+/// tokenizer.model or tokenizer.json beside a checkpoint; null when neither is there.
+std::unique_ptr<Tokenizer> load_tokenizer_beside(const std::string& checkpoint_path);
 
 /// The tokenizer, or an error that says how to give one; `why` names what needs it.
 const Tokenizer& require_tokenizer(const LoadedModel& loaded, const std::string& why);

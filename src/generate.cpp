@@ -7,6 +7,8 @@
 #include <chrono>
 #include <numeric>
 
+#include "gptfast/speculative.h"
+
 namespace gptfast {
 namespace {
 
@@ -39,6 +41,19 @@ void check_prompt(const TransformerImpl& model, const std::vector<int32_t>& prom
               " does not fit the model's context of ", config.block_size, " tokens; shorten it");
   TORCH_CHECK(options.batch_size >= 1 && options.batch_size <= kMaxStepRows,
               "batch_size must be 1 to ", kMaxStepRows, ", got ", options.batch_size);
+}
+
+bool is_speculative(const GenerateOptions& options) {
+  return options.draft_model != nullptr || options.lookup;
+}
+
+void check_speculation(const GenerateOptions& options) {
+  if (!is_speculative(options)) return;
+  TORCH_CHECK(options.batch_size == 1, "speculative decoding works on one row; got batch_size ",
+              options.batch_size);
+  TORCH_CHECK(options.start_pos == 0, "speculative decoding starts at the beginning of a text");
+  TORCH_CHECK(options.speculate_k >= 1 && options.speculate_k <= kMaxSpeculateK,
+              "speculate_k must be 1 to ", kMaxSpeculateK, ", got ", options.speculate_k);
 }
 
 /// One step of decoding: feeds `token` [B] of every row at position `pos`, returns the next tokens.
@@ -140,6 +155,54 @@ class RowCollector {
   std::vector<bool> done_;
 };
 
+/// Plain decoding: feeds `token` and what follows, up to `count` new tokens.
+void decode_n_tokens(Decoder& decoder, std::vector<int32_t> token, int64_t pos, int64_t count,
+                     const GenerateOptions& options, RowCollector& collector,
+                     std::vector<Tensor>& fed_logits) {
+  bool go_on = true;
+  for (const int64_t end = pos + count; go_on && pos < end; ++pos) {
+    token = decoder.decode_one_token(token, pos);
+    if (options.return_logits) fed_logits.push_back(decoder.logits().narrow(0, 0, 1).clone());
+    go_on = collector.push(token, pos);
+  }
+}
+
+/// Rounds of draft, verification and acceptance until max_new_tokens are there (`first`, sampled by
+/// the prefill, counts). Returns how many rounds added i + 1 tokens, for each i.
+std::vector<int64_t> decode_speculatively(Transformer& model, const std::vector<int32_t>& prompt,
+                                          int32_t first, int64_t max_new_tokens,
+                                          const GenerateOptions& options, RowCollector& collector,
+                                          std::vector<Tensor>& fed_logits) {
+  std::vector<int64_t> accept_counts(static_cast<size_t>(options.speculate_k) + 1);
+  const auto T = static_cast<int64_t>(prompt.size());
+  std::optional<DraftModel> draft_model;
+  if (options.draft_model != nullptr)
+    draft_model.emplace(*options.draft_model, *model, prompt, T + max_new_tokens);
+
+  std::vector<int32_t> text = prompt;  // all tokens so far; the last one is in no cache yet
+  text.push_back(first);
+  const auto end = static_cast<size_t>(T + max_new_tokens);
+  for (bool go_on = true; go_on && text.size() < end;) {
+    const auto pos = static_cast<int64_t>(text.size()) - 1;
+    const int64_t k = std::min(options.speculate_k, static_cast<int64_t>(end - text.size()) - 1);
+    const Draft draft = draft_model ? draft_model->draft(text, k, options.sampling)
+                                    : Draft{lookup_draft(text, k), {}};
+    std::vector<int32_t> fed = {text.back()};
+    fed.insert(fed.end(), draft.tokens.begin(), draft.tokens.end());
+    const Tensor logits = verify(model, fed, pos);
+    const std::vector<int32_t> added = accept(draft, logits, options.sampling, pos);
+    const auto count = static_cast<int64_t>(added.size());
+    ++accept_counts[added.size() - 1];
+    for (int64_t i = 0; go_on && i < count; ++i) {
+      if (options.return_logits) fed_logits.push_back(logits.narrow(0, i, 1).clone());
+      go_on = collector.push({added[static_cast<size_t>(i)]}, pos + i);
+    }
+    text.insert(text.end(), added.begin(), added.end());
+    if (draft_model) draft_model->keep(pos + count);
+  }
+  return accept_counts;
+}
+
 }  // namespace
 
 const char* to_string(FinishReason reason) {
@@ -205,6 +268,7 @@ Tensor prefill(Transformer& model, const std::vector<int32_t>& prompt, int64_t s
 GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
                         const GenerateOptions& options) {
   check_prompt(*model, prompt, options);
+  check_speculation(options);
   const c10::InferenceMode guard;
   const auto start = Clock::now();
   const int64_t B = options.batch_size, T = options.start_pos + static_cast<int64_t>(prompt.size());
@@ -223,19 +287,17 @@ GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
     const Tensor last =
         prefill(model, prompt, options.start_pos, options.return_logits ? &prompt_logits : nullptr);
     if (options.return_logits) fed_logits.push_back(prompt_logits);
-    if (B > 1) copy_prompt_to_rows(model, B, T);
-    bool go_on = max_new_tokens > 0;
-    std::vector<int32_t> next;
-    if (go_on) {
-      next = decoder.sample(last.expand({B, -1}).contiguous(), T - 1);
-      go_on = collector.push(next, T - 1);
-    }
-    result.prefill_seconds = seconds_since(start);
-
-    for (int64_t pos = T; go_on && pos < T + max_new_tokens - 1; ++pos) {
-      next = decoder.decode_one_token(next, pos);
-      if (options.return_logits) fed_logits.push_back(decoder.logits().narrow(0, 0, 1).clone());
-      go_on = collector.push(next, pos);
+    if (max_new_tokens > 0) {
+      if (B > 1) copy_prompt_to_rows(model, B, T);
+      const std::vector<int32_t> next = decoder.sample(last.expand({B, -1}).contiguous(), T - 1);
+      const bool go_on = collector.push(next, T - 1);
+      result.prefill_seconds = seconds_since(start);
+      if (go_on && is_speculative(options)) {
+        result.accept_counts = decode_speculatively(model, prompt, next[0], max_new_tokens, options,
+                                                    collector, fed_logits);
+      } else if (go_on) {
+        decode_n_tokens(decoder, next, T, max_new_tokens - 1, options, collector, fed_logits);
+      }
     }
     collector.finish(max_new_tokens < options.max_new_tokens ? FinishReason::kContext
                                                              : FinishReason::kLength);

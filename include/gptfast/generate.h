@@ -15,9 +15,12 @@ struct GenerateOptions {
   int64_t max_new_tokens = 200;
   int64_t batch_size = 1;  ///< rows of the same prompt; row b samples with seed + b
   SamplingOptions sampling;
-  std::vector<int32_t> stop_tokens;  ///< empty: never stop early (--ignore_eos)
-  bool return_logits = false;        ///< keep the logits of every token that was fed (row 0)
-  int64_t start_pos = 0;             ///< cache positions that already hold the conversation so far
+  std::vector<int32_t> stop_tokens;    ///< empty: never stop early (--ignore_eos)
+  bool return_logits = false;          ///< keep the logits of every token that was fed (row 0)
+  Transformer* draft_model = nullptr;  ///< speculative decoding with this draft; batch_size 1 only
+  bool lookup = false;                 ///< speculative decoding by prompt lookup
+  int64_t speculate_k = 5;             ///< drafted tokens a round
+  int64_t start_pos = 0;  ///< cache positions that already hold the conversation so far
   /// Called for each new token as soon as it is known; returning false ends that row ("stop").
   std::function<bool(int64_t row, int32_t token)> callback;
 };
