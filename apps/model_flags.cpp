@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "gptfast/config.h"
+#include "gptfast/threads.h"
 
 namespace gptfast::app {
 namespace {
@@ -60,6 +61,7 @@ LoadedModel load_from_flags(const CommandLine& flags) {
   const auto start = std::chrono::steady_clock::now();
   const bool silent = flags.get_flag("quiet") || flags.get_flag("json");
   const std::string checkpoint_path = flags.get_text("checkpoint_path");
+  set_num_threads(static_cast<int>(flags.get_integer("num_threads")));
   if (!silent)
     std::cerr << "Using device=" << flags.get_text("device") << "\nLoading model ..." << std::endl;
   LoadedModel loaded;
