@@ -62,6 +62,7 @@ void load(Bytes bytes, gptfast::Names names) {
 
 }  // namespace
 
+// libFuzzer gives the name. NOLINTNEXTLINE(readability-identifier-naming)
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Bytes input(data, size);
   if (size > 0 && data[0] == 0) {
