@@ -93,23 +93,40 @@ Prompt make_prompt(const CommandLine& flags, const LoadedModel& loaded,
   return prompt;
 }
 
-/// Prints text as it is generated, for the one row that is shown.
+/// Prints the prompt and the text after it as it is generated, for the one row that is shown.
 class Streamer {
  public:
-  Streamer(const Tokenizer* tokenizer, std::vector<int32_t> stop_tokens)
+  Streamer(const Tokenizer* tokenizer, std::vector<int32_t> prompt,
+           std::vector<int32_t> stop_tokens)
       : decoder_(tokenizer != nullptr ? std::make_optional<StreamDecoder>(*tokenizer)
                                       : std::nullopt),
+        prompt_(std::move(prompt)),
         stop_tokens_(std::move(stop_tokens)) {}
 
-  /// The prompt's ids first, so that spaces at the seam come out right; stop tokens are not shown.
+  /// Stop tokens are not shown.
   void push(int32_t id) {
-    if (std::find(stop_tokens_.begin(), stop_tokens_.end(), id) != stop_tokens_.end()) return;
-    std::cout << (decoder_ ? decoder_->push(id) : std::to_string(id) + " ") << std::flush;
+    print_prompt();
+    if (std::find(stop_tokens_.begin(), stop_tokens_.end(), id) == stop_tokens_.end()) print(id);
+    std::cout.flush();
   }
-  void finish() { std::cout << (decoder_ ? decoder_->finish() : "") << std::endl; }
+  void finish() {
+    print_prompt();
+    std::cout << (decoder_ ? decoder_->finish() : "") << std::endl;
+  }
 
  private:
+  void print(int32_t id) {
+    std::cout << (decoder_ ? decoder_->push(id) : std::to_string(id) + " ");
+  }
+  /// With the first token, when nothing can be wrong with the input any more; through the same
+  /// decoder, so that spaces at the seam come out right.
+  void print_prompt() {
+    for (const int32_t id : prompt_) print(id);
+    prompt_.clear();
+  }
+
   std::optional<StreamDecoder> decoder_;
+  std::vector<int32_t> prompt_;
   std::vector<int32_t> stop_tokens_;
 };
 
@@ -284,11 +301,11 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
   std::vector<double> rates;
   std::vector<int64_t> accept_counts(static_cast<size_t>(options.speculate_k) + 1);
   for (int64_t i = 0; i < flags.get_integer("num_samples"); ++i) {
-    Streamer streamer(loaded.tokenizer.get(), options.stop_tokens);
+    Streamer streamer(loaded.tokenizer.get(), prompt.ids, options.stop_tokens);
     if (!json) {
-      if (options.batch_size > 1)
-        std::cout << "Only displaying the first generation of the batch\n";
-      for (const int32_t id : prompt.ids) streamer.push(id);
+      if (options.batch_size > 1) {
+        std::cerr << "Only displaying the first generation of the batch\n";
+      }
       options.callback = [&](int64_t row, int32_t token) {
         if (row == 0) streamer.push(token);
         return true;

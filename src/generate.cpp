@@ -47,13 +47,15 @@ bool is_speculative(const GenerateOptions& options) {
   return options.draft_model != nullptr || options.lookup;
 }
 
-void check_speculation(const GenerateOptions& options) {
+void check_speculation(const TransformerImpl& model, int64_t text_length,
+                       const GenerateOptions& options) {
   if (!is_speculative(options)) return;
   TORCH_CHECK(options.batch_size == 1, "speculative decoding works on one row; got batch_size ",
               options.batch_size);
   TORCH_CHECK(options.start_pos == 0, "speculative decoding starts at the beginning of a text");
   TORCH_CHECK(options.speculate_k >= 1 && options.speculate_k <= kMaxSpeculateK,
               "speculate_k must be 1 to ", kMaxSpeculateK, ", got ", options.speculate_k);
+  if (options.draft_model != nullptr) check_draft_model(**options.draft_model, model, text_length);
 }
 
 /// One step of decoding: feeds `token` [B] of every row at position `pos`, returns the next tokens.
@@ -177,7 +179,7 @@ std::vector<int64_t> decode_speculatively(Transformer& model, const std::vector<
   const auto T = static_cast<int64_t>(prompt.size());
   std::optional<DraftModel> draft_model;
   if (options.draft_model != nullptr)
-    draft_model.emplace(*options.draft_model, *model, prompt, T + max_new_tokens);
+    draft_model.emplace(*options.draft_model, prompt, T + max_new_tokens);
 
   std::vector<int32_t> text = prompt;  // all tokens so far; the last one is in no cache yet
   text.push_back(first);
@@ -268,11 +270,11 @@ Tensor prefill(Transformer& model, const std::vector<int32_t>& prompt, int64_t s
 GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
                         const GenerateOptions& options) {
   check_prompt(*model, prompt, options);
-  check_speculation(options);
   const c10::InferenceMode guard;
   const auto start = Clock::now();
   const int64_t B = options.batch_size, T = options.start_pos + static_cast<int64_t>(prompt.size());
   const int64_t max_new_tokens = std::min(options.max_new_tokens, model->config.block_size - T);
+  check_speculation(*model, T + max_new_tokens, options);
   GenerateResult result;
   result.rows.resize(static_cast<size_t>(B));
   std::vector<Tensor> fed_logits;  // of the prompt and of each token fed after it

@@ -50,16 +50,19 @@ Tensor residual(const Tensor& p, const Tensor& q) {
 
 }  // namespace
 
-DraftModel::DraftModel(Transformer& draft, const TransformerImpl& target,
-                       std::span<const int32_t> prompt, int64_t max_seq_length)
-    : draft_(draft), cached_(static_cast<int64_t>(prompt.size())) {
-  TORCH_CHECK(draft->config.vocab_size == target.config.vocab_size,
-              "the draft model's vocabulary has ", draft->config.vocab_size,
+void check_draft_model(const TransformerImpl& draft, const TransformerImpl& target,
+                       int64_t max_seq_length) {
+  TORCH_CHECK(draft.config.vocab_size == target.config.vocab_size,
+              "the draft model's vocabulary has ", draft.config.vocab_size,
               " tokens and the model's ", target.config.vocab_size,
               "; a draft must share its model's tokenizer");
-  TORCH_CHECK(max_seq_length <= draft->config.block_size, "the text of up to ", max_seq_length,
-              " tokens does not fit the draft model's context of ", draft->config.block_size,
+  TORCH_CHECK(max_seq_length <= draft.config.block_size, "a text of up to ", max_seq_length,
+              " tokens does not fit the draft model's context of ", draft.config.block_size,
               "; ask for fewer tokens");
+}
+
+DraftModel::DraftModel(Transformer& draft, std::span<const int32_t> prompt, int64_t max_seq_length)
+    : draft_(draft), cached_(static_cast<int64_t>(prompt.size())) {
   draft->setup_caches(/*max_batch_size=*/1, max_seq_length);
   prefill(draft, {prompt.begin(), prompt.end()}, /*start_pos=*/0);
 }

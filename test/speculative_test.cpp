@@ -215,10 +215,9 @@ INSTANTIATE_TEST_SUITE_P(Settings, DistributionOfOtherDrafts,
                                            Setting{"t0.8.k200", 0.8, 200}));
 
 /// Drafts of `k` tokens by `draft`, whose cache holds the prompt but its last token.
-auto drafts_of(Transformer& draft, Transformer& model, const std::vector<int32_t>& prompt,
-               int64_t k) {
+auto drafts_of(Transformer& draft, const std::vector<int32_t>& prompt, int64_t k) {
   const auto known = std::span<const int32_t>(prompt).first(prompt.size() - 1);
-  auto drafter = std::make_shared<DraftModel>(draft, *model, known, 64);
+  auto drafter = std::make_shared<DraftModel>(draft, known, 64);
   return [drafter, k, known](const SamplingOptions& sampling) {
     drafter->keep(static_cast<int64_t>(known.size()));
     return [drafter, k, sampling](const std::vector<int32_t>& text) {
@@ -232,7 +231,7 @@ TEST_P(Distribution, WithANearDraft) {
   Transformer model = tiny_model("tiny-spec"), draft = tiny_model("tiny-draft");
   model->setup_caches(1, 64);
   prefill(model, prompt, 0);
-  expect_exact(exact, model, prompt, GetParam(), drafts_of(draft, model, prompt, 2));
+  expect_exact(exact, model, prompt, GetParam(), drafts_of(draft, prompt, 2));
 }
 
 TEST_P(DistributionOfOtherDrafts, WithAFarDraft) {
@@ -247,7 +246,7 @@ TEST_P(DistributionOfOtherDrafts, WithAFarDraft) {
   Transformer draft = random_model(config, {WeightFormat::kFloat32}, at::kFloat, at::kCPU, 1);
   model->setup_caches(1, 64);
   prefill(model, prompt, 0);
-  expect_exact(exact, model, prompt, GetParam(), drafts_of(draft, model, prompt, 2));
+  expect_exact(exact, model, prompt, GetParam(), drafts_of(draft, prompt, 2));
 }
 
 TEST_P(Distribution,

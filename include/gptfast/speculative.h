@@ -22,14 +22,17 @@ struct Draft {
   Tensor probs;  ///< [tokens, V] float32; undefined when every token was certain (greedy, lookup)
 };
 
+/// Throws unless `draft` can draft for `target` over texts of max_seq_length tokens: the same
+/// vocabulary, a long enough context.
+void check_draft_model(const TransformerImpl& draft, const TransformerImpl& target,
+                       int64_t max_seq_length);
+
 /// Drafts by a smaller model. Keeps the draft's cache in step with the text: what the draft has not
 /// seen yet is fed in the next call.
 class DraftModel {
  public:
-  /// Fills the draft's cache with the prompt at positions 0 ... Throws when the vocabularies differ
-  /// in size, naming both sizes.
-  DraftModel(Transformer& draft, const TransformerImpl& target, std::span<const int32_t> prompt,
-             int64_t max_seq_length);
+  /// Fills the draft's cache with the prompt at positions 0 ..
+  DraftModel(Transformer& draft, std::span<const int32_t> prompt, int64_t max_seq_length);
 
   /// Up to k tokens after `text` (all tokens so far; the last is not in any cache yet), drawn with
   /// the target's settings.

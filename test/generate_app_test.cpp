@@ -1,0 +1,195 @@
+// The generate program: its JSON, its flags, and one line for every mistake.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "run_program.h"
+#include "test_util.h"
+
+namespace gptfast {
+namespace {
+
+using nlohmann::json;
+
+const std::string kModel = golden("tiny-gqa/model.fp32.pth").string();
+const std::string kRun = "generate --checkpoint_path " + kModel +
+                         " --precision float32 --temperature 0 --quiet --num_threads 1 ";
+
+/// The prompt of the golden data as a flag.
+std::string golden_prompt() {
+  const Tensor ids = load_checkpoint(golden("tiny-gqa/golden.fp32.pth")).at("prompt_ids");
+  std::string flag = "--prompt_ids ";
+  for (int64_t i = 0; i < ids.numel(); ++i)
+    flag += (i > 0 ? "," : "") + std::to_string(ids[i].item<int64_t>());
+  return flag + " ";
+}
+
+std::vector<json> json_lines(const std::string& flags) {
+  const ProgramResult result = run_program(kRun + flags + " --json 2>/dev/null");
+  EXPECT_EQ(result.status, 0) << flags;
+  std::vector<json> lines;
+  std::istringstream stream(result.out);
+  for (std::string line; std::getline(stream, line);) lines.push_back(json::parse(line));
+  return lines;
+}
+
+TEST(GenerateProgram, JsonHasEveryField) {
+  const auto lines =
+      json_lines(golden_prompt() + "--num_samples 2 --batch_size 2 --max_new_tokens 8");
+  ASSERT_EQ(lines.size(), 4U);
+  const Tensor expected = load_checkpoint(golden("tiny-gqa/golden.fp32.pth")).at("decode_tokens");
+  int64_t bytes = 0;  // all but the embedding
+  for (const auto& [name, tensor] : load_checkpoint(kModel)) {
+    if (name != "tok_embeddings.weight") bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const json& line = lines[i];
+    EXPECT_EQ(line.at("sample"), i / 2);
+    EXPECT_EQ(line.at("row"), i % 2);
+    EXPECT_EQ(line.at("prompt_ids").size(), 24U);
+    EXPECT_EQ(line.at("new_tokens"), 8);
+    EXPECT_EQ(line.at("finish_reason"), "length");
+    for (size_t t = 0; t < 8; ++t)
+      EXPECT_EQ(line.at("token_ids").at(t), expected[static_cast<int64_t>(t)].item<int64_t>());
+    for (const char* figure : {"seconds", "prefill_seconds", "tokens_per_sec",
+                               "decode_tokens_per_sec", "bandwidth_gb_s"}) {
+      EXPECT_GT(line.at(figure).get<double>(), 0) << figure;
+    }
+    EXPECT_EQ(line.at("model_bytes"), bytes);
+    EXPECT_TRUE(line.at("text").is_string());
+    EXPECT_TRUE(line.at("accept_counts").is_array());
+    EXPECT_NE(std::string("cuda avx512 avx2 portable").find(line.at("path").get<std::string>()),
+              std::string::npos);
+  }
+}
+
+TEST(GenerateProgram, TheReferencePathSaysSoAndAgrees) {
+  const std::string flags = golden_prompt() + "--num_samples 1 --max_new_tokens 8";
+  const json fast = json_lines(flags).at(0), reference = json_lines(flags + " --reference").at(0);
+  EXPECT_EQ(reference.at("path"), "reference");
+  EXPECT_EQ(reference.at("token_ids"), fast.at("token_ids"));
+}
+
+TEST(GenerateProgram, SpeculationGivesTheSameText) {
+  const std::string draft = golden("tiny-draft/model.fp32.pth").string(),
+                    flags = golden_prompt() + "--num_samples 1 --max_new_tokens 20 ";
+  const json plain = json_lines(flags).at(0),
+             drafted = json_lines(flags + "--draft_checkpoint_path " + draft).at(0);
+  EXPECT_EQ(drafted.at("token_ids"), plain.at("token_ids"));
+  EXPECT_EQ(drafted.at("accept_counts").size(), 6U);
+  EXPECT_EQ(json_lines(flags + "--draft lookup --speculate_k 3").at(0).at("token_ids"),
+            plain.at("token_ids"));
+  const ProgramResult words =
+      run_program(kRun + flags + "--draft_checkpoint_path " + draft + " 2>/dev/null");
+  EXPECT_NE(words.out.find("Mean Accepted: "), std::string::npos);
+}
+
+TEST(GenerateProgram, ZeroTokensAndSyntheticPrompts) {
+  EXPECT_EQ(json_lines("--prompt_ids 5,6,7 --num_samples 1 --max_new_tokens 0")
+                .at(0)
+                .at("prompt_ids"),
+            (json{5, 6, 7}));
+  EXPECT_EQ(json_lines("--prompt 40 --num_samples 1 --max_new_tokens 1")
+                .at(0)
+                .at("prompt_ids")
+                .size(),
+            40U);
+}
+
+TEST(GenerateProgram, WritesLogitsForPython) {
+  const TempDir dir;
+  const std::string file = (dir / "logits.pth").string();
+  json_lines(golden_prompt() + "--num_samples 1 --max_new_tokens 4 --logits_out " + file);
+  const StateDict out = load_checkpoint(file),
+                  g = load_checkpoint(golden("tiny-gqa/golden.fp32.pth"));
+  EXPECT_EQ(out.at("tokens").numel(), 27);
+  EXPECT_LT(relative_difference(out.at("logits").narrow(0, 0, 24), g.at("prefill_logits")), 1e-5);
+}
+
+TEST(GenerateProgram, PrintsTheOriginalsFigures) {
+  const std::string out =
+      run_program(kRun +
+                  "--prompt_ids 1,2,3 --num_samples 1 --max_new_tokens 3 --compile True 2>&1")
+          .out;
+  for (const char* part : {"Time for inference 1: ", " tokens/sec", "Bandwidth achieved: ",
+                           "FLOPS achieved: ", "==========", "Batch Size: 1", "Prompt Length: 3",
+                           "Generated tokens: 3", "Average tokens/sec: ", "Memory used: "}) {
+    EXPECT_NE(out.find(part), std::string::npos) << part << "\n" << out;
+  }
+}
+
+TEST(GenerateProgram, OneLineForEveryMistake) {
+  const std::string run = "generate --quiet --checkpoint_path ",
+                    ids = " --prompt_ids 1,2 --num_samples 1 --max_new_tokens 2 ";
+  const TempDir dir;
+  const auto file = [&](const std::string& name, const std::string& bytes) {
+    std::ofstream(dir / name, std::ios::binary) << bytes;
+    return (dir / name).string();
+  };
+  expect_failure(run + "/nowhere/model.pth" + ids, 1, "/nowhere/model.pth");
+  expect_failure(run + dir.path().string() + ids, 1, "directory");
+  expect_failure(run + file("empty.pth", "") + ids, 1, "empty");
+  expect_failure(run + file("page.pth", "<!DOCTYPE html><html></html>") + ids, 1, "HTML");
+  expect_failure(run +
+                     file("lfs.pth",
+                          "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n") +
+                     ids,
+                 1, "LFS");
+  expect_failure(run + kModel + " --config 7B" + ids, 1, "vocab");
+  expect_failure(run + kModel + " --prompt_ids 1,600 --max_new_tokens 1", 1,
+                 "600 is outside the model's vocabulary of 512");
+  expect_failure(run + kModel + " --prompt_ids 1,x", 1, "is not a list of token ids");
+  expect_failure(run + kModel + " --prompt words", 1, "needs a tokenizer");
+  expect_failure(run + kModel + " --prompt 5000", 1, "holds 2048");
+  expect_failure(run + kModel + " --prompt_file /nowhere.txt", 1, "/nowhere.txt");
+  expect_failure(run + kModel + ids + "--tokenizer_path " + file("tokenizer.model", "nonsense"), 1,
+                 "tokenizer.model");
+  expect_failure(run + kModel + ids + "--draft_checkpoint_path " +
+                     golden("tiny-mha/model.fp32.pth").string(),
+                 1, "vocabulary has 300");
+  expect_failure("generate --checkpoint_pth x", 2, "--checkpoint_path");
+  for (const char* flag : {"--num_samples 0",     "--num_samples -1",
+                           "--max_new_tokens -1", "--max_new_tokens 99999999999",
+                           "--batch_size 0",      "--batch_size 9",
+                           "--top_k -1",          "--temperature -0.1",
+                           "--temperature nan",   "--speculate_k 0",
+                           "--speculate_k 65",    "--num_threads -1",
+                           "--seed -1",           "--precision int3",
+                           "--device tpu",        "--chat_template x",
+                           "--draft x",           "--json maybe",
+                           "--num_samples",       "stray"}) {
+    expect_failure(run + kModel + " " + flag, 2, "generate: ");
+  }
+  expect_failure(run + kModel + ids + "--prompt x", 2, "one of --prompt");
+  expect_failure(run + kModel + ids + "--batch_size 2 --draft lookup", 2, "--batch_size 1");
+}
+
+TEST(GenerateProgram, NanWeightsAreNamed) {
+  const TempDir dir;
+  StateDict tensors = load_checkpoint(kModel);
+  tensors.set("norm.weight", at::full({256}, std::numeric_limits<float>::quiet_NaN()));
+  save_checkpoint(dir / "model.pth", tensors);
+  std::filesystem::copy(golden("tiny-gqa/config.json"), dir / "config.json");
+  expect_failure("generate --quiet --json --prompt_ids 1,2 --checkpoint_path " +
+                     (dir / "model.pth").string(),
+                 1, "NaN at position 1");
+}
+
+TEST(GenerateProgram, MissingAndExtraTensorsAreListed) {
+  const TempDir dir;
+  StateDict tensors = load_checkpoint(kModel);
+  tensors.take("layers.1.ffn_norm.weight");
+  tensors.set("surplus.weight", at::ones({3}));
+  save_checkpoint(dir / "model.pth", tensors);
+  std::filesystem::copy(golden("tiny-gqa/config.json"), dir / "config.json");
+  const std::string command =
+      "generate --quiet --prompt_ids 1,2 --checkpoint_path " + (dir / "model.pth").string();
+  expect_failure(command, 1, "layers.1.ffn_norm.weight");
+  expect_failure(command, 1, "surplus.weight");
+}
+
+}  // namespace
+}  // namespace gptfast
