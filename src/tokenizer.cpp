@@ -2,9 +2,7 @@
 
 #include <c10/util/Exception.h>
 
-#include <fstream>
-#include <iterator>
-
+#include "json_file.h"
 #include "tokenizer_base.h"
 
 namespace gptfast {
@@ -14,23 +12,7 @@ namespace fs = std::filesystem;
 
 // Tokenizer files are a few megabytes; this keeps a checkpoint that is passed by mistake from being
 // read.
-constexpr uintmax_t kMaxFileBytes = uintmax_t{1} << 30;
-
-std::string read_file(const fs::path& file) {
-  std::error_code error;
-  const fs::file_status status = fs::status(file, error);
-  TORCH_CHECK(fs::exists(status), "tokenizer ", file.string(), " does not exist");
-  TORCH_CHECK(!fs::is_directory(status), "tokenizer ", file.string(),
-              " is a directory; name the tokenizer.model or tokenizer.json in it");
-  const uintmax_t size = fs::file_size(file, error);
-  TORCH_CHECK(error || size <= kMaxFileBytes, "tokenizer ", file.string(), " has ", size,
-              " bytes, too many for a tokenizer; is it a checkpoint?");
-  std::ifstream stream(file, std::ios::binary);
-  TORCH_CHECK(stream.is_open(), "tokenizer ", file.string(), " cannot be opened for reading");
-  std::string contents{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
-  TORCH_CHECK(!stream.bad(), "tokenizer ", file.string(), " cannot be read");
-  return contents;
-}
+constexpr uint64_t kMaxFileBytes = uint64_t{256} << 20;
 
 // What a file that is no tokenizer looks like, for the error message.
 std::string_view describe(std::string_view contents) {
@@ -49,7 +31,7 @@ std::string_view describe(std::string_view contents) {
 }  // namespace
 
 std::unique_ptr<Tokenizer> Tokenizer::load(const fs::path& file) {
-  const std::string contents = read_file(file);
+  const std::string contents = read_small_file(file, kMaxFileBytes);
   const size_t text = contents.find_first_not_of(" \t\r\n");
   std::unique_ptr<TokenizerBase> tokenizer;
   if (text != std::string::npos && contents[text] == '{') {

@@ -3,9 +3,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <fstream>
-#include <iterator>
+#include <cctype>
 #include <nlohmann/json.hpp>
+
+#include "json_file.h"
 
 namespace gptfast {
 namespace {
@@ -15,22 +16,17 @@ using nlohmann::json;
 
 // ---- The files beside a tokenizer.
 
-std::optional<std::string> read_text(const fs::path& file) {
+// The templates of known models have a few thousand characters.
+constexpr uint64_t kMaxTemplateBytes = 1 << 20;
+
+bool is_there(const fs::path& file) {
   std::error_code error;
-  if (!fs::is_regular_file(file, error)) return std::nullopt;
-  std::ifstream stream(file, std::ios::binary);
-  TORCH_CHECK(stream.is_open(), file.string(), " cannot be opened for reading");
-  return std::string{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  return fs::exists(file, error);
 }
 
 // An empty object when the file is not there.
-json read_json(const fs::path& file) {
-  const std::optional<std::string> text = read_text(file);
-  if (!text) return json::object();
-  json object = json::parse(*text, nullptr, /*allow_exceptions=*/false);
-  TORCH_CHECK(object.is_object(), file.string(),
-              " is not a valid JSON object; repair or remove it");
-  return object;
+json read_optional_json(const fs::path& file) {
+  return is_there(file) ? read_json_object(file) : json::object();
 }
 
 // "<s>" or {"content": "<s>", ...}, as tokenizer_config.json writes its tokens; "" for null or
@@ -47,27 +43,38 @@ std::string token_text(const fs::path& file, const json& object, const char* key
 // An id or a list of ids; none for null or absent.
 std::vector<int32_t> token_ids(const fs::path& file, const json& object, const char* key) {
   std::vector<int32_t> ids;
+  const auto add = [&](const json& id) {
+    TORCH_CHECK(id.is_number_integer() && id >= -1 && id <= INT32_MAX, file.string(), ": ", key,
+                " holds ", id.is_structured() ? id.type_name() : id.dump(),
+                ", which is not a token id");
+    if (id >= 0) ids.push_back(id.get<int32_t>());
+  };
   const auto value = object.find(key);
   if (value == object.end() || value->is_null()) return ids;
-  for (const json& id : value->is_array() ? *value : json::array({*value})) {
-    TORCH_CHECK(id.is_number_integer() && id >= -1 && id <= INT32_MAX, file.string(), ": ", key,
-                " holds ", id.dump(), ", which is not a token id");
-    if (id >= 0) ids.push_back(id.get<int32_t>());
+  if (!value->is_array()) {
+    add(*value);
+  } else {
+    for (const json& id : *value) add(id);
   }
   return ids;
 }
 
+// The value of a key that holds a string; nullptr otherwise.
+const std::string* find_string(const json& object, const char* key) {
+  const auto value = object.find(key);
+  return value != object.end() ? value->get_ptr<const std::string*>() : nullptr;
+}
+
 // The default template: a string, or the entry called "default" of a list of named ones.
-std::optional<std::string> template_text(const json& object) {
-  const auto value = object.find("chat_template");
-  if (value == object.end()) return std::nullopt;
-  if (value->is_string()) return value->get<std::string>();
-  if (!value->is_array()) return std::nullopt;
-  for (const json& entry : *value) {
-    if (entry.is_object() && entry.value("name", json()) == "default" &&
-        entry.value("template", json()).is_string()) {
-      return entry["template"].get<std::string>();
-    }
+std::optional<std::string> template_text(const json& config) {
+  if (const std::string* text = find_string(config, "chat_template")) return *text;
+  const auto list = config.find("chat_template");
+  if (list == config.end() || !list->is_array()) return std::nullopt;
+  for (const json& entry : *list) {
+    if (!entry.is_object()) continue;
+    const std::string* name = find_string(entry, "name");
+    const std::string* text = find_string(entry, "template");
+    if (name != nullptr && text != nullptr && *name == "default") return *text;
   }
   return std::nullopt;
 }
@@ -171,19 +178,19 @@ bool is_word(std::string_view character) {
 TokenizerHints read_hints(const fs::path& directory) {
   TokenizerHints hints;
   const fs::path tokenizer_file = directory / "tokenizer_config.json";
-  const json tokenizer_config = read_json(tokenizer_file);
+  const json tokenizer_config = read_optional_json(tokenizer_file);
   hints.bos_token = token_text(tokenizer_file, tokenizer_config, "bos_token");
   hints.eos_token = token_text(tokenizer_file, tokenizer_config, "eos_token");
-  if (const auto add = tokenizer_config.find("add_bos_token");
-      add != tokenizer_config.end() && add->is_boolean()) {
-    hints.add_bos = add->get<bool>();
-  }
-  hints.chat_template = read_text(directory / "chat_template.jinja");
-  if (!hints.chat_template) hints.chat_template = template_text(tokenizer_config);
+  const auto add_bos = tokenizer_config.find("add_bos_token");
+  if (add_bos != tokenizer_config.end() && add_bos->is_boolean())
+    hints.add_bos = add_bos->get<bool>();
+  const fs::path template_file = directory / "chat_template.jinja";
+  hints.chat_template = is_there(template_file) ? read_small_file(template_file, kMaxTemplateBytes)
+                                                : template_text(tokenizer_config);
 
   for (const char* name : {"generation_config.json", "config.json"}) {
     const fs::path file = directory / name;
-    const json object = read_json(file);
+    const json object = read_optional_json(file);
     const std::vector<int32_t> bos = token_ids(file, object, "bos_token_id");
     if (!hints.bos_id && !bos.empty()) hints.bos_id = bos.front();
     for (int32_t id : token_ids(file, object, "eos_token_id")) hints.eos_ids.push_back(id);

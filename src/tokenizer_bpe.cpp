@@ -1,5 +1,6 @@
 // Byte-level BPE from a tokenizer.json of HF tokenizers (GPT-2, Llama 3, SmolLM2, ...).
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -18,6 +19,8 @@ constexpr const char* kByteLevelPattern =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 constexpr int32_t kLargestId =
     (1 << 24) - 1;  // far above any vocabulary; keeps a damaged file from asking for much memory
+
+constexpr int kMaxSequences = 8;  // inside of each other; real files have one
 
 // ---- The byte alphabet: a vocabulary spells each byte as a printable character, itself where it
 // is one, else U+0100 and up.
@@ -66,7 +69,16 @@ class Reader {
 
   template <typename... Parts>
   void check(bool condition, const Parts&... parts) const {
-    TORCH_CHECK(condition, "tokenizer ", file_.string(), " ", parts...);
+    if (!condition) fail(parts...);
+  }
+
+  // What the file says may hold line breaks; the message has one line.
+  template <typename... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    std::string message = c10::str(parts...);
+    std::replace_if(
+        message.begin(), message.end(), [](char c) { return c >= 0 && c < ' '; }, ' ');
+    TORCH_CHECK(false, "tokenizer ", file_.string(), " ", message);
   }
 
   const json& root() const { return root_; }
@@ -98,20 +110,21 @@ class Reader {
 
   int32_t id(const json& value, std::string_view token) const {
     check(value.is_number_integer() && value >= 0 && value <= kLargestId, "gives the token '",
-          token, "' the id ", value.dump());
+          token, "' the id ", value.is_structured() ? value.type_name() : value.dump());
     return value.get<int32_t>();
   }
 
   // Visits a component, or the members of a "Sequence" of components.
   template <typename Visit>
-  void each(const json& component, const char* what, const char* members,
-            const Visit& visit) const {
+  void each(const json& component, const char* what, const char* members, const Visit& visit,
+            int depth = 0) const {
     const std::string type = type_of(component, what);
     if (type != "Sequence") return visit(component, type);
     const json* list = find(component, members);
     check(list != nullptr && list->is_array(), "has a ", what, " of type Sequence without ",
           members);
-    for (const json& member : *list) each(member, what, members, visit);
+    check(depth < kMaxSequences, "has a ", what, " of too many Sequences inside of each other");
+    for (const json& member : *list) each(member, what, members, visit, depth + 1);
   }
 
  private:
@@ -198,12 +211,12 @@ class BpeTokenizer final : public TokenizerBase {
                              : model->contains("merges") ? "BPE"
                                                          : "?";
     reader.check(type == "BPE", "has a model of type ", type, "; only byte-level BPE is supported");
-    for (const char* key : {"byte_fallback", "fuse_unk"}) {
-      const bool matters =
-          key != std::string_view("fuse_unk") || Reader::find(*model, "unk_token") != nullptr;
-      reader.check(!matters || !reader.flag(*model, key, false), "has a BPE model with ", key,
-                   ", so it is not byte-level; use its tokenizer.model");
-    }
+    reader.check(!reader.flag(*model, "byte_fallback", false),
+                 "has a BPE model with byte_fallback, so it is not byte-level; use its "
+                 "tokenizer.model");
+    const bool has_unknown = Reader::find(*model, "unk_token") != nullptr;
+    reader.check(!has_unknown || !reader.flag(*model, "fuse_unk", false),
+                 "has a BPE model with fuse_unk, which is not supported");
     for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix", "dropout"}) {
       const json* value = Reader::find(*model, key);
       reader.check(value == nullptr || *value == "" || *value == 0.0, "has a BPE model with ", key,
@@ -212,10 +225,7 @@ class BpeTokenizer final : public TokenizerBase {
     ignore_merges_ = reader.flag(*model, "ignore_merges", false);
     read_vocab(reader, *model);
     read_merges(reader, *model);
-    if (Reader::find(*model, "unk_token") != nullptr) {
-      const std::string unknown = reader.text(*model, "unk_token");
-      unknown_id_ = token_id(unknown);
-    }
+    if (has_unknown) unknown_id_ = token_id(reader.text(*model, "unk_token"));
   }
 
   void read_vocab(const Reader& reader, const json& model) {
@@ -235,30 +245,32 @@ class BpeTokenizer final : public TokenizerBase {
     }
   }
 
-  // "a b" or ["a", "b"]
+  // "a b" or ["a", "b"]; empty parts when it is neither.
+  static std::pair<std::string, std::string> merge_parts(const json& merge) {
+    if (merge.is_string()) {
+      const auto& both = merge.get_ref<const std::string&>();
+      const size_t space = both.find(' ');
+      if (space == std::string::npos) return {};
+      return {both.substr(0, space), both.substr(space + 1)};
+    }
+    if (!merge.is_array() || merge.size() != 2) return {};
+    if (!merge[0].is_string() || !merge[1].is_string()) return {};
+    return {merge[0].get<std::string>(), merge[1].get<std::string>()};
+  }
+
   void read_merges(const Reader& reader, const json& model) {
     const json* merges = Reader::find(model, "merges");
     reader.check(merges != nullptr && merges->is_array(), "has a BPE model without merges");
     merges_.reserve(merges->size());
     int32_t rank = 0;
     for (const json& merge : *merges) {
-      std::string left;
-      std::string right;
-      if (merge.is_string()) {
-        const auto& both = merge.get_ref<const std::string&>();
-        const size_t space = both.find(' ');
-        if (space != std::string::npos)
-          left = both.substr(0, space), right = both.substr(space + 1);
-      } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() &&
-                 merge[1].is_string()) {
-        left = merge[0];
-        right = merge[1];
-      }
+      const auto [left, right] = merge_parts(merge);
       const int32_t left_id = token_id(left);
       const int32_t right_id = token_id(right);
       const int32_t id = token_id(left + right);
       reader.check(!left.empty() && !right.empty() && left_id >= 0 && right_id >= 0 && id >= 0,
-                   "has the merge ", merge.dump(), " of tokens that are not in its vocab");
+                   "has the merge ", rank, " ('", left, "' and '", right,
+                   "'), which is not of two tokens of its vocab into a third");
       merges_[pair_key(left_id, right_id)] = {.rank = rank++, .id = id};
     }
   }
@@ -296,8 +308,7 @@ class BpeTokenizer final : public TokenizerBase {
     if (normalizer == nullptr) return;
     reader.each(*normalizer, "normalizer", "normalizers",
                 [&](const json&, const std::string& type) {
-                  reader.check(false, "has a normalizer of type ", type,
-                               ", which is not supported");
+                  reader.fail("has a normalizer of type ", type, ", which is not supported");
                 });
   }
 
@@ -305,29 +316,30 @@ class BpeTokenizer final : public TokenizerBase {
     const json* pre_tokenizer = Reader::find(reader.root(), "pre_tokenizer");
     reader.check(pre_tokenizer != nullptr, "has no pre_tokenizer, so it is not byte-level");
     bool byte_level = false;
-    reader.each(*pre_tokenizer, "pre_tokenizer", "pretokenizers",
-                [&](const json& step, const std::string& type) {
-                  reader.check(!byte_level, "has a pre_tokenizer of type ", type,
-                               " behind ByteLevel, which is not supported");
-                  if (type == "ByteLevel") {
-                    byte_level = true;
-                    steps_.push_back(
-                        {.add_prefix_space = reader.flag(step, "add_prefix_space", true)});
-                    if (reader.flag(step, "use_regex", true))
-                      steps_.back().splitter.emplace(kByteLevelPattern);
-                  } else if (type == "Digits") {
-                    const bool individual = reader.flag(step, "individual_digits", false);
-                    steps_.push_back(
-                        {.splitter = TextSplitter(individual ? R"(\p{N})" : R"(\p{N}+)")});
-                  } else if (type == "Split") {
-                    steps_.push_back({.splitter = read_split(reader, step)});
-                  } else {
-                    reader.check(false, "has a pre_tokenizer of type ", type,
-                                 ", which is not supported (known: ByteLevel, Digits, Split)");
-                  }
-                });
+    const auto add_step = [&](const json& step, const std::string& type) {
+      reader.check(!byte_level, "has a pre_tokenizer of type ", type,
+                   " behind ByteLevel, which is not supported");
+      steps_.push_back(read_step(reader, step, type));
+      byte_level = type == "ByteLevel";
+    };
+    reader.each(*pre_tokenizer, "pre_tokenizer", "pretokenizers", add_step);
     reader.check(byte_level,
                  "has a pre_tokenizer without ByteLevel; only byte-level BPE is supported");
+  }
+
+  static Step read_step(const Reader& reader, const json& step, const std::string& type) {
+    if (type == "ByteLevel") {
+      Step result{.add_prefix_space = reader.flag(step, "add_prefix_space", true)};
+      if (reader.flag(step, "use_regex", true)) result.splitter.emplace(kByteLevelPattern);
+      return result;
+    }
+    if (type == "Digits") {
+      const bool individual = reader.flag(step, "individual_digits", false);
+      return {.splitter = TextSplitter(individual ? R"(\p{N})" : R"(\p{N}+)")};
+    }
+    if (type == "Split") return {.splitter = read_split(reader, step)};
+    reader.fail("has a pre_tokenizer of type ", type,
+                ", which is not supported (known: ByteLevel, Digits, Split)");
   }
 
   static TextSplitter read_split(const Reader& reader, const json& step) {
@@ -346,8 +358,7 @@ class BpeTokenizer final : public TokenizerBase {
     try {
       return TextSplitter(source, keep, literal);
     } catch (const c10::Error& error) {
-      reader.check(false, "has a pre_tokenizer of type Split: ", error.what_without_backtrace());
-      throw;
+      reader.fail("has a pre_tokenizer of type Split: ", error.what_without_backtrace());
     }
   }
 

@@ -139,7 +139,7 @@ std::string load_error(const Folder& folder, const std::string& contents) {
   try {
     Tokenizer::load(folder.write("tokenizer", contents));
   } catch (const c10::Error& error) {
-    const std::string message = error.what_without_backtrace();
+    std::string message = error.what_without_backtrace();
     EXPECT_EQ(message.find('\n'), std::string::npos) << message;
     EXPECT_NE(message.find((folder.path() / "tokenizer").string()), std::string::npos) << message;
     return message;
@@ -168,33 +168,18 @@ json byte_level(bool add_prefix_space, bool use_regex) {
           {"use_regex", use_regex}};
 }
 
-// SmolLM2's tokenizer.json. Its ids are: special tokens, bytes, then the results of the merges in
-// their order.
+// SmolLM2's tokenizer.json. Its ids are: 17 special tokens, bytes, then the results of the merges
+// in their order.
 json smollm2_json() {
-  const std::vector<std::string> specials = {"<|endoftext|>",    "<|im_start|>",
-                                             "<|im_end|>",       "<repo_name>",
-                                             "<reponame>",       "<file_sep>",
-                                             "<filename>",       "<gh_stars>",
-                                             "<issue_start>",    "<issue_comment>",
-                                             "<issue_closed>",   "<jupyter_start>",
-                                             "<jupyter_text>",   "<jupyter_code>",
-                                             "<jupyter_output>", "<jupyter_script>",
-                                             "<empty_output>"};
   json vocab = json::object();
   json added = json::array();
   json merges = json::array();
-  for (const std::string& token : specials) {
-    added.push_back({{"id", vocab.size()},
-                     {"content", token},
-                     {"single_word", false},
-                     {"lstrip", false},
-                     {"rstrip", false},
-                     {"normalized", false},
-                     {"special", true}});
-    vocab.emplace(token, vocab.size());
+  std::istringstream first(read(kGolden / "smollm2_first_tokens.txt"));
+  for (std::string token; std::getline(first, token);) {
+    const size_t id = vocab.size();
+    if (id < 17) added.push_back({{"id", id}, {"content", token}, {"special", true}});
+    vocab.emplace(token, id);
   }
-  std::istringstream bytes(read(kGolden / "smollm2_bytes.txt"));
-  for (std::string byte; std::getline(bytes, byte);) vocab.emplace(byte, vocab.size());
   std::istringstream lines(read(kGolden / "smollm2_merges.txt"));
   for (std::string merge; std::getline(lines, merge);) {
     merges.push_back(merge);
@@ -538,8 +523,8 @@ TEST(BadFiles, TokenizerJson) {
   expect_error(folder, with("/model/vocab/a", 1e12), "'a' the id");
   expect_error(folder, with("/model/vocab/a", "x"), "'a' the id \"x\"");
   expect_error(folder, with("/model/merges", "x"), "without merges");
-  expect_error(folder, with("/model/merges/0", "nospace"), "has the merge \"nospace\"");
-  expect_error(folder, with("/model/merges/0", {"zq", "zq"}), "not in its vocab");
+  expect_error(folder, with("/model/merges/0", "nospace"), "has the merge 0");
+  expect_error(folder, with("/model/merges/0", {"zq", "zq"}), "('zq' and 'zq')");
   expect_error(folder, with("/normalizer", {{"type", "NFC"}}), "normalizer of type NFC");
   expect_error(folder,
                with("/normalizer",
@@ -565,6 +550,17 @@ TEST(BadFiles, TokenizerJson) {
   expect_error(folder, with("/decoder", nullptr), "no decoder");
   expect_error(folder, with("/added_tokens/0", {{"content", "x"}}), "added token without an id");
   expect_error(folder, with("/added_tokens", 1), "added_tokens");
+
+  // Nesting deeper than any stack.
+  std::string nested;
+  for (int i = 0; i < 100000; ++i) nested += R"({"type":"Sequence","pretokenizers":[)";
+  for (int i = 0; i < 100000; ++i) nested += "]}";
+  std::string file = with("/pre_tokenizer", "HERE");
+  file.replace(file.find("\"HERE\""), 6, nested);
+  expect_error(folder, file, "too many Sequences");
+  file = with("/model/vocab/a", "HERE");
+  file.replace(file.find("\"HERE\""), 6, nested);
+  expect_error(folder, file, "'a' the id object");
 }
 
 // Damaged bytes anywhere: an error or a tokenizer that still works, never a crash.
