@@ -8,7 +8,7 @@ namespace gptfast::cpu::GPTFAST_ISA {
 #if defined(__AVX512F__)
 
 constexpr int64_t kInt8Step = 64;
-constexpr int kInt8MaxRows = 4;
+constexpr int kInt8WeightRows = 4;
 
 /// 64 weights, as unsigned numbers with an offset of 128: the dot-product instruction wants one
 /// unsigned operand.
@@ -17,20 +17,31 @@ inline Int8Weights load_int8(const int8_t* w) {
   return _mm512_xor_si512(load_as<__m512i>(w), _mm512_set1_epi8(-128));
 }
 
-/// sum + scales * dot products of 4 columns a lane.
-inline Float int8_step(Int8Weights w, const QuantizedRow& x, int64_t at, Float sum) {
-  // 128 (w' . hi - codes) + w' . lo = (w' - 128) . codes, exactly: below 2^24 until the float
-  // conversion.
-  __m512i dot =
-      _mm512_dpbusd_epi32(load_as<__m512i>(x.lane_sum + at / 4), w, load_as<__m512i>(x.hi + at));
-  dot = _mm512_dpbusd_epi32(_mm512_slli_epi32(dot, 7), w, load_as<__m512i>(x.lo + at));
-  return multiply_add(_mm512_cvtepi32_ps(dot), load(x.lane_scale + at / 4), sum);
-}
+struct Int8Activations {
+  __m512i hi, lo, lane_sum;
+  Float scale;
+
+  Int8Activations(const char* row, const BlockMeta* /*meta*/, int64_t at) {
+    const auto* chunk =
+        reinterpret_cast<const Int8Chunk*>(row + at * static_cast<int64_t>(sizeof(Int8Chunk) / 64));
+    hi = load_as<__m512i>(chunk->hi);
+    lo = load_as<__m512i>(chunk->lo);
+    lane_sum = load_as<__m512i>(chunk->lane_sum);
+    scale = load(chunk->lane_scale);
+  }
+  /// sum + scales * dot products of 4 columns a lane.
+  Float add_dot(Int8Weights w, Float sum) const {
+    // 128 (w' . hi - codes) + w' . lo = (w' - 128) . codes, exact integers below 2^24.
+    __m512i dot = _mm512_slli_epi32(_mm512_dpbusd_epi32(lane_sum, w, hi), 7);
+    dot = _mm512_dpbusd_epi32(dot, w, lo);
+    return multiply_add(_mm512_cvtepi32_ps(dot), scale, sum);
+  }
+};
 
 #elif defined(__AVX2__)
 
 constexpr int64_t kInt8Step = 32;
-constexpr int kInt8MaxRows = 4;
+constexpr int kInt8WeightRows = 2;
 
 struct Int8Weights {
   __m256i low, high;  // 16 columns each
@@ -40,76 +51,100 @@ inline Int8Weights load_int8(const int8_t* w) {
           _mm256_cvtepi8_epi16(load_as<__m128i>(w + 16))};
 }
 
-inline Float int8_step(const Int8Weights& w, const QuantizedRow& x, int64_t at, Float sum) {
-  const __m256i low = _mm256_madd_epi16(w.low, load_as<__m256i>(x.code + at));
-  const __m256i high = _mm256_madd_epi16(w.high, load_as<__m256i>(x.code + at + 16));
-  return multiply_add(_mm256_cvtepi32_ps(_mm256_add_epi32(low, high)), splat(x.scale[at / kBlock]),
-                      sum);
-}
+struct Int8Activations {
+  __m256i low, high;
+  Float scale;
+
+  Int8Activations(const char* row, const BlockMeta* meta, int64_t at) {
+    const auto& codes = reinterpret_cast<const BlockCodes*>(row)[at / kBlock];
+    low = load_as<__m256i>(codes.whole);
+    high = load_as<__m256i>(codes.whole + 16);
+    scale = splat(meta[at / kBlock].scale);
+  }
+  Float add_dot(const Int8Weights& w, Float sum) const {
+    const __m256i dot =
+        _mm256_add_epi32(_mm256_madd_epi16(w.low, low), _mm256_madd_epi16(w.high, high));
+    return multiply_add(_mm256_cvtepi32_ps(dot), scale, sum);
+  }
+};
 
 #else
 
 constexpr int64_t kInt8Step = 32;
-constexpr int kInt8MaxRows = 1;
+constexpr int kInt8WeightRows = 1;
 
 using Int8Weights = const int8_t*;
 inline Int8Weights load_int8(const int8_t* w) {
   return w;
 }
 
-inline Float int8_step(Int8Weights w, const QuantizedRow& x, int64_t at, Float sum) {
-  int32_t dot = 0;
-  for (int i = 0; i < kInt8Step; ++i) dot += static_cast<int32_t>(w[i]) * x.code[at + i];
-  sum[0] += static_cast<float>(dot) * x.scale[at / kBlock];
-  return sum;
-}
+struct Int8Activations {
+  const int16_t* codes;
+  float scale;
+
+  Int8Activations(const char* row, const BlockMeta* meta, int64_t at)
+      : codes(reinterpret_cast<const BlockCodes*>(row)[at / kBlock].whole),
+        scale(meta[at / kBlock].scale) {}
+  Float add_dot(Int8Weights w, Float sum) const {
+    int32_t dot = 0;
+    for (int i = 0; i < kInt8Step; ++i) dot += static_cast<int32_t>(w[i]) * codes[i];
+    sum[0] += static_cast<float>(dot) * scale;
+    return sum;
+  }
+};
 
 #endif
 
-/// Dot products of one weight row with `kRows` activation rows, without the weight row's scale. Two
-/// accumulators a row hide the latency of the multiply-adds.
-template <int kRows>
-inline void int8_dots(const int8_t* w, int64_t k, const QuantizedRow* x, float scale, float* out,
-                      int64_t out_stride) {
-  Float even[kRows] = {};
-  Float odd[kRows] = {};
+/// Dot products of `kWeights` adjacent weight rows with one activation row. Two accumulators a
+/// weight row hide the latency of the multiply-adds.
+template <int kWeights>
+inline void int8_dots(const int8_t* w, int64_t k, const char* row, const BlockMeta* meta,
+                      const float* scales, float* out) {
+  Float even[kWeights] = {};
+  Float odd[kWeights] = {};
+  const auto step = [&](const int8_t* weights, int64_t weight_stride, int64_t at, Float* sums) {
+    const Int8Activations x(row, meta, at);
+    for (int n = 0; n < kWeights; ++n) {
+      prefetch_ahead<kWeights>(weights + n * weight_stride, k);
+      sums[n] = x.add_dot(load_int8(weights + n * weight_stride), sums[n]);
+    }
+  };
   const int64_t whole = k / kInt8Step * kInt8Step;
   int64_t at = 0;
   for (; at + kInt8Step < whole; at += 2 * kInt8Step) {
-    const Int8Weights first = load_int8(w + at);
-    const Int8Weights second = load_int8(w + at + kInt8Step);
-    for (int m = 0; m < kRows; ++m) {
-      even[m] = int8_step(first, x[m], at, even[m]);
-      odd[m] = int8_step(second, x[m], at + kInt8Step, odd[m]);
-    }
+    step(w + at, k, at, even);
+    step(w + at + kInt8Step, k, at + kInt8Step, odd);
   }
-  if (at < whole) {
-    const Int8Weights last = load_int8(w + at);
-    for (int m = 0; m < kRows; ++m) even[m] = int8_step(last, x[m], at, even[m]);
-  }
+  if (at < whole) step(w + at, k, at, even);
   if (whole < k) {
-    int8_t tail[kInt8Step] = {};
-    memcpy(tail, w + whole, k - whole);
-    const Int8Weights last = load_int8(tail);
-    for (int m = 0; m < kRows; ++m) odd[m] = int8_step(last, x[m], whole, odd[m]);
+    int8_t tail[kWeights][kInt8Step] = {};
+    for (int n = 0; n < kWeights; ++n) memcpy(tail[n], w + n * k + whole, k - whole);
+    step(tail[0], kInt8Step, whole, odd);
   }
-  for (int m = 0; m < kRows; ++m) out[m * out_stride] = scale * sum(even[m] + odd[m]);
+  for (int n = 0; n < kWeights; ++n) out[n] = scales[n] * sum(even[n] + odd[n]);
 }
 
-inline void gemv_int8(const Weight& weight, int64_t begin, int64_t end, const QuantizedRow* x,
+inline void gemv_int8(const Weight& weight, int64_t begin, int64_t end, const QuantizedRows& x,
                       int rows, float* out, int64_t out_stride) {
-  for (int64_t n = begin; n < end; ++n) {
-    const int8_t* w = static_cast<const int8_t*>(weight.data) + n * weight.k;
-    float* y = out + (n - begin);
-    const float scale = weight.scales[n];
-    int m = 0;
-    if constexpr (kInt8MaxRows >= 4) {
-      for (; m + 4 <= rows; m += 4)
-        int8_dots<4>(w, weight.k, x + m, scale, y + m * out_stride, out_stride);
-      for (; m + 2 <= rows; m += 2)
-        int8_dots<2>(w, weight.k, x + m, scale, y + m * out_stride, out_stride);
+  const int8_t* w = static_cast<const int8_t*>(weight.data) + begin * weight.k;
+  const auto meta = [&](int m) {
+    return reinterpret_cast<const BlockMeta*>(x.row(m) + x.layout.meta);
+  };
+  int64_t n = begin;
+  if (rows > 1) {  // bound by arithmetic, not by the stream: use the activations in registers
+                   // several times
+    for (; n + kInt8WeightRows <= end; n += kInt8WeightRows, w += kInt8WeightRows * weight.k) {
+      for (int m = 0; m < rows; ++m) {
+        int8_dots<kInt8WeightRows>(w, weight.k, x.row(m), meta(m), weight.scales + n,
+                                   out + m * out_stride + (n - begin));
+      }
     }
-    for (; m < rows; ++m) int8_dots<1>(w, weight.k, x + m, scale, y + m * out_stride, out_stride);
+  }
+  for (; n < end; ++n, w += weight.k) {
+    for (int m = 0; m < rows; ++m) {
+      int8_dots<1>(w, weight.k, x.row(m), meta(m), weight.scales + n,
+                   out + m * out_stride + (n - begin));
+    }
   }
 }
 

@@ -19,19 +19,10 @@ inline int64_t padded_columns(int64_t k) {
 }
 
 // A prepared row is [padded_columns] floats, in natural order while it is made, then what a
-// quantized format adds.
+// quantized format adds. Rows an odd number of cache lines apart do not crowd the same cache sets.
 inline size_t activation_bytes(Format format, int64_t k, int64_t groupsize) {
   const int64_t floats = padded_columns(k) * 4;
-  if (!quantized(format)) return floats;
-  QuantizedRow row;
-  return floats +
-         (row.place(nullptr, k, groups_of(format, k, groupsize)) - static_cast<char*>(nullptr));
-}
-
-inline QuantizedRow quantized_row(Format format, void* memory, int64_t k, int64_t groupsize) {
-  QuantizedRow row;
-  row.place(static_cast<char*>(memory) + padded_columns(k) * 4, k, groups_of(format, k, groupsize));
-  return row;
+  return (quantized(format) ? floats + QuantizedLayout(format, k, groupsize).bytes : floats) | 64;
 }
 
 /// Calls f(index, lanes in use) for each vector of n values.
@@ -85,7 +76,7 @@ inline void prepare(Format format, const PrepareArgs& args, void* out) {
   memset(x + args.k, 0, (padded_columns(args.k) - args.k) * sizeof(float));
   if (quantized(format)) {
     quantize_activation(format, x, args.k, args.groupsize,
-                        quantized_row(format, out, args.k, args.groupsize));
+                        static_cast<char*>(out) + padded_columns(args.k) * 4);
   } else {
     order_activation(format, x, padded_columns(args.k));
   }
@@ -106,11 +97,10 @@ inline void gemv(const Weight& weight, int64_t begin, int64_t end, const void* a
         return gemv_float<float>(weight, begin, end, x, stride, rows, out, out_stride);
     }
   }
-  QuantizedRow x[kMaxRows];
-  for (int m = 0; m < rows; ++m) {
-    char* row = static_cast<char*>(const_cast<void*>(activations)) + m * bytes;
-    x[m] = quantized_row(weight.format, row, weight.k, weight.groupsize);
-  }
+  const QuantizedRows x{.data =
+                            static_cast<const char*>(activations) + padded_columns(weight.k) * 4,
+                        .stride = static_cast<int64_t>(bytes),
+                        .layout = QuantizedLayout(weight.format, weight.k, weight.groupsize)};
   if (weight.format == Format::kInt8)
     return gemv_int8(weight, begin, end, x, rows, out, out_stride);
   if (static_cast<const Int4Header*>(weight.data)->float32_scales != 0) {

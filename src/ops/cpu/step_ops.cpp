@@ -103,6 +103,13 @@ int64_t piece_rows(const Weight& weight, int threads) {
   return round_up(std::max<int64_t>(rows, 1), kRowTile);
 }
 
+/// Starts to read the first weights while the activations are prepared.
+void prefetch_start(const Weight& weight, int64_t row) {
+  constexpr int64_t kBytes = 4096;  // what a core can have under way at once, about
+  const auto* start = static_cast<const std::byte*>(weight.data) + row * bytes_per_row(weight);
+  for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(start + line);
+}
+
 /// Activations [rows, k] that a projection reads, through a norm if there is one.
 struct Input {
   const float* x;
@@ -154,6 +161,7 @@ void project(const Input& input, std::span<const Weight> weights, const Epilogue
   const auto body = [&](int thread) noexcept {
     Range range{};
     if (!pool.next(weights[0].n, piece, range)) return;
+    for (const Weight& weight : weights) prefetch_start(weight, range.begin);
     std::array<size_t, 2> offset{};  // of each weight's activations
     size_t bytes = 0;
     for (int64_t w = 0; w < count; ++w) {

@@ -1,0 +1,278 @@
+// bench_decode: how close decoding comes to the memory's read bandwidth. Random weights of any
+// known model, or a checkpoint.
+//
+// Each of kRounds rounds times a plain-read loop with the same threads and then one generate(), so
+// that both meet the same neighbours; the medians are printed.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <span>
+
+#include "common.h"
+#include "gptfast/generate.h"
+#include "gptfast/threads.h"
+#include "ops/cpu/thread_pool.h"
+
+namespace gptfast::app {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kRounds = 5;
+constexpr int64_t kReadBytes = int64_t{512} << 20;  // far beyond any cache
+constexpr int64_t kReadPiece = int64_t{1} << 20;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+/// The p-quantile of values, 0 <= p <= 1.
+double quantile(std::vector<double> values, double p) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return values[static_cast<size_t>(p * static_cast<double>(values.size() - 1) + 0.5)];
+}
+
+double median(const std::vector<double>& values) {
+  return quantile(values, 0.5);
+}
+
+using Words = uint64_t __attribute__((vector_size(64)));
+
+/// Reads `bytes` (a multiple of 256) once, as widely as the CPU can.
+#if defined(__x86_64__)
+__attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#endif
+uint64_t
+read_all(const std::byte* data, int64_t bytes) {
+  Words sums[4] = {};
+  for (int64_t i = 0; i < bytes; i += sizeof(sums)) {
+    for (int64_t j = 0; j < 4; ++j)
+      sums[j] +=
+          *reinterpret_cast<const Words*>(data + i + j * static_cast<int64_t>(sizeof(Words)));
+  }
+  return ((sums[0] ^ sums[1]) ^ (sums[2] ^ sums[3]))[0];
+}
+
+/// The denominator: what the pool's threads reach when they do nothing but read.
+class PlainRead {
+ public:
+  PlainRead() {
+    void* memory =
+        mmap(nullptr, kReadBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(memory != MAP_FAILED, "cannot allocate ", kReadBytes >> 20,
+                " MiB for the plain-read loop");
+    madvise(memory, kReadBytes, MADV_HUGEPAGE);
+    data_ = static_cast<std::byte*>(memory);
+    std::fill_n(data_, kReadBytes, std::byte{1});
+  }
+  ~PlainRead() { munmap(data_, kReadBytes); }
+  PlainRead(const PlainRead&) = delete;
+  PlainRead& operator=(const PlainRead&) = delete;
+
+  /// Bytes per second of one pass.
+  double measure() {
+    cpu::ThreadPool& pool = cpu::ThreadPool::get();
+    const auto start = Clock::now();
+    pool.run([&](int /*thread*/) noexcept {
+      uint64_t sum = 0;
+      for (cpu::Range range{}; pool.next(kReadBytes, kReadPiece, range);)
+        sum += read_all(data_ + range.begin, range.end - range.begin);
+      checksum_ = sum;
+    });
+    return static_cast<double>(kReadBytes) / seconds_since(start);
+  }
+
+ private:
+  std::byte* data_;
+  std::atomic<uint64_t> checksum_{0};  // keeps the reads
+};
+
+/// Bytes of weights that the CPU kernels read for a token: without the padding and the tables of
+/// files.
+int64_t streamed_bytes(const TransformerImpl& model) {
+  int64_t total = 0;
+  for (const auto& module : model.modules()) {
+    const auto* linear = module->as<LinearImpl>();
+    if (linear == nullptr) continue;
+    const int64_t n = linear->out_features;
+    const int64_t k = linear->in_features;
+    switch (linear->scheme.format) {
+      case WeightFormat::kFloat32:
+        total += n * k * 4;
+        break;
+      case WeightFormat::kInt8:
+        total += n * (k + 4);
+        break;
+      case WeightFormat::kInt4: {
+        const int64_t groups = (k + linear->scheme.groupsize - 1) / linear->scheme.groupsize;
+        total += n * (k / 2 + 4 * groups);
+        break;
+      }
+      default:
+        total += n * k * 2;
+    }
+  }
+  return total;
+}
+
+WeightScheme scheme_of(const CommandLine& flags) {
+  const std::string name = flags.get_text("scheme");
+  if (name == "int8") return {.format = WeightFormat::kInt8};
+  if (name == "int4")
+    return {.format = WeightFormat::kInt4, .groupsize = flags.get_integer("groupsize")};
+  return {.format = WeightFormat::kBFloat16};
+}
+
+CommandLine command_line() {
+  CommandLine flags("bench_decode", "Decoding speed against the memory's read bandwidth.");
+  flags.text("config", "name of a known model", "TinyLlama-1.1B");
+  flags.choice("scheme", "weights", "bf16", {"bf16", "int8", "int4"});
+  flags.integer("groupsize", "columns that share a scale; int4 only: 32, 64, 128 or 256", 32, 32,
+                256);
+  flags.text("checkpoint_path", "measure this file instead of random weights");
+  flags.choice("device", "where to run", "cpu", {"cpu"});
+  flags.integer("prompt_tokens", "length of the prompt", 5, 1, INT32_MAX);
+  flags.integer("new_tokens", "tokens to generate", 200, 2, INT32_MAX);
+  flags.integer("batch_size", "rows", 1, 1, kMaxStepRows);
+  flags.integer("num_threads", "0: the physical cores this process may use", 0, 0, kMaxThreads);
+  flags.flag("json", "one JSON object on stdout");
+  return flags;
+}
+
+Transformer make_model(const CommandLine& flags) {
+  if (flags.given("checkpoint_path")) {
+    return load_model(flags.get_text("checkpoint_path"),
+                      {.config = flags.given("config") ? flags.get_text("config") : "",
+                       .precision = at::kBFloat16,
+                       .device = at::kCPU,
+                       .reference = false,
+                       .progress = {}});
+  }
+  const int64_t groupsize = flags.get_integer("groupsize");
+  if (groupsize != 32 && groupsize != 64 && groupsize != 128 && groupsize != 256) {
+    throw UsageError("--groupsize is " + std::to_string(groupsize) +
+                     ", expected 32, 64, 128 or 256");
+  }
+  return random_model(ModelArgs::from_name(flags.get_text("config")), scheme_of(flags),
+                      at::kBFloat16, at::kCPU, /*seed=*/1);
+}
+
+/// What the rounds gave.
+struct Samples {
+  std::vector<double> read;            // bytes per second
+  std::vector<double> tokens_per_sec;  // prefill included
+  std::vector<double> decode_tokens_per_sec;
+  std::vector<double> prefill_seconds;
+  std::vector<double> share;  // of the read bandwidth of the same round
+  std::vector<double>
+      overhead_us;  // each token's time less that of reading the weights in the same round
+};
+
+void measure_round(Transformer& model, const CommandLine& flags, PlainRead& read, int64_t bytes,
+                   Samples& samples) {
+  std::vector<int32_t> prompt(flags.get_integer("prompt_tokens"));
+  std::iota(prompt.begin(), prompt.end(), 1);
+  std::vector<Clock::time_point> times;
+  const GenerateOptions options{.max_new_tokens = flags.get_integer("new_tokens"),
+                                .batch_size = flags.get_integer("batch_size"),
+                                .sampling = {},
+                                .stop_tokens = {},
+                                .callback = [&](int64_t row, int32_t /*token*/) {
+                                  if (row == 0) times.push_back(Clock::now());
+                                  return true;
+                                }};
+  const double before = read.measure();
+  const GenerateResult result = generate(model, prompt, options);
+  const double bandwidth = (before + read.measure()) / 2;
+  const double steps = result.decode_tokens_per_sec() / static_cast<double>(options.batch_size);
+  samples.read.push_back(bandwidth);
+  samples.tokens_per_sec.push_back(result.tokens_per_sec());
+  samples.decode_tokens_per_sec.push_back(result.decode_tokens_per_sec());
+  samples.prefill_seconds.push_back(result.prefill_seconds);
+  samples.share.push_back(steps * static_cast<double>(bytes) / bandwidth);
+  for (size_t i = 1; i < times.size(); ++i) {
+    const double seconds = std::chrono::duration<double>(times[i] - times[i - 1]).count();
+    samples.overhead_us.push_back(1e6 * (seconds - static_cast<double>(bytes) / bandwidth));
+  }
+}
+
+nlohmann::ordered_json report(const CommandLine& flags, const TransformerImpl& model, int64_t bytes,
+                              const Samples& samples) {
+  const double decode = median(samples.decode_tokens_per_sec);
+  nlohmann::ordered_json out;
+  out["model"] =
+      flags.given("checkpoint_path") ? flags.get_text("checkpoint_path") : flags.get_text("config");
+  out["scheme"] = to_string(model.layers[0]->attention->wqkv->scheme.format);
+  if (const int64_t groupsize = model.layers[0]->attention->wqkv->scheme.groupsize)
+    out["groupsize"] = groupsize;
+  out["path"] = ops::path(at::kCPU);
+  out["num_threads"] = num_threads();
+  out["prompt_tokens"] = flags.get_integer("prompt_tokens");
+  out["new_tokens"] = flags.get_integer("new_tokens");
+  out["batch_size"] = flags.get_integer("batch_size");
+  out["tokens_per_sec"] = median(samples.tokens_per_sec);
+  out["decode_tokens_per_sec"] = decode;
+  out["prefill_tokens_per_sec"] =
+      static_cast<double>(flags.get_integer("prompt_tokens")) / median(samples.prefill_seconds);
+  out["streamed_bytes"] = bytes;
+  out["bandwidth_gb_s"] = decode / static_cast<double>(flags.get_integer("batch_size")) *
+                          static_cast<double>(bytes) / 1e9;
+  out["read_gb_s"] = median(samples.read) / 1e9;
+  out["share_of_read"] = median(samples.share);
+  out["overhead_us"] = {{"p10", quantile(samples.overhead_us, 0.1)},
+                        {"p50", quantile(samples.overhead_us, 0.5)},
+                        {"p90", quantile(samples.overhead_us, 0.9)},
+                        {"p99", quantile(samples.overhead_us, 0.99)}};
+  return out;
+}
+
+void print(const nlohmann::ordered_json& out) {
+  const auto number = [&](const char* key) { return out[key].get<double>(); };
+  printf("%s %s, %s, %d threads, %d + %d tokens, batch %d\n",
+         out["model"].get<std::string>().c_str(), out["scheme"].get<std::string>().c_str(),
+         out["path"].get<std::string>().c_str(), out["num_threads"].get<int>(),
+         out["prompt_tokens"].get<int>(), out["new_tokens"].get<int>(),
+         out["batch_size"].get<int>());
+  printf("  %.2f tokens/s, decode only %.2f tokens/s, prefill %.1f tokens/s\n",
+         number("tokens_per_sec"), number("decode_tokens_per_sec"),
+         number("prefill_tokens_per_sec"));
+  printf("  %.2f GB/s of weights, plain read %.2f GB/s: %.1f %%\n", number("bandwidth_gb_s"),
+         number("read_gb_s"), 100 * number("share_of_read"));
+  printf("  outside weight streaming, us per token: p10 %.0f, median %.0f, p90 %.0f, p99 %.0f\n",
+         out["overhead_us"]["p10"].get<double>(), out["overhead_us"]["p50"].get<double>(),
+         out["overhead_us"]["p90"].get<double>(), out["overhead_us"]["p99"].get<double>());
+}
+
+int bench_decode(int argc, char** argv) {
+  CommandLine flags = command_line();
+  if (!flags.parse(argc, argv)) return 0;
+  const c10::InferenceMode guard;
+  set_num_threads(static_cast<int>(flags.get_integer("num_threads")));
+  Transformer model = make_model(flags);
+  const int64_t bytes = streamed_bytes(*model);
+  PlainRead read;
+  read.measure();
+  Samples samples;
+  for (int round = 0; round < kRounds; ++round) measure_round(model, flags, read, bytes, samples);
+  const nlohmann::ordered_json out = report(flags, *model, bytes, samples);
+  if (flags.get_flag("json")) {
+    std::cout << out.dump() << std::endl;
+  } else {
+    print(out);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace gptfast::app
+
+int main(int argc, char** argv) {
+  return gptfast::app::run("bench_decode", [&] { return gptfast::app::bench_decode(argc, argv); });
+}
