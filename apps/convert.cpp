@@ -17,7 +17,10 @@ CommandLine command_line() {
   CommandLine line("convert",
                    "Converts a checkpoint to gpt-fast's model.pth and puts config.json and the "
                    "tokenizer beside it.");
-  line.positional("INPUT", "a .gguf file", {"checkpoint_dir", "inspect"});
+  line.positional("INPUT",
+                  "a directory of Hugging Face or Meta, or a .gguf, .safetensors, .pth, .pt or "
+                  ".bin file",
+                  {"checkpoint_dir", "inspect"});
   line.text("checkpoint_dir", "the same as INPUT, by the original's name");
   line.text("output", "the file to write; default: model.pth beside the input");
   line.choice("dtype", "of the weights; default: that of the input, bfloat16 for a quantized one",
@@ -56,6 +59,8 @@ int convert_main(int argc, const char* const* argv) {
   ConvertOptions options;
   options.config = line.get_text("config");
   options.progress = progress.callback();
+  if (!line.get_flag("quiet"))
+    options.note = [](const std::string& text) { std::cerr << "note: " << text << std::endl; };
   if (line.given("dtype")) options.dtype = parse_dtype("dtype", line.get_text("dtype"));
   convert(input, output, options);
   if (!line.get_flag("quiet")) std::cerr << "wrote " << output.string() << std::endl;

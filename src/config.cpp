@@ -216,9 +216,16 @@ ModelArgs ModelArgs::from_name(std::string_view name) {
               "'; known names: ", c10::Join(", ", known_model_names()));
 }
 
+namespace {
+
+bool names_file(const std::string& config) {
+  return config.ends_with(".json") || std::filesystem::is_regular_file(config);
+}
+
+}  // namespace
+
 ModelArgs ModelArgs::from_name_or_file(const std::string& name) {
-  const bool is_file = name.ends_with(".json") || std::filesystem::is_regular_file(name);
-  return is_file ? from_json_file(name) : from_name(name);
+  return names_file(name) ? from_json_file(name) : from_name(name);
 }
 
 std::optional<std::string> match_model_name(std::string_view directory_name) {
@@ -250,19 +257,19 @@ std::optional<std::string> name_from_path(const std::filesystem::path& checkpoin
   return match_model_name(absolute.stem().string());
 }
 
-struct FoundConfig {
-  ModelArgs args;
-  std::string source;  // for messages
-};
+}  // namespace
 
-FoundConfig choose_config(const std::filesystem::path& checkpoint_path,
-                          const std::string& override_config) {
+ConfigChoice choose_config(const std::filesystem::path& checkpoint_path,
+                           const std::string& override_config) {
   if (!override_config.empty()) {
-    return {ModelArgs::from_name_or_file(override_config), "--config " + override_config};
+    const bool is_file = names_file(override_config);
+    return {ModelArgs::from_name_or_file(override_config), "--config " + override_config,
+            is_file ? std::filesystem::path(override_config) : std::filesystem::path()};
   }
   for (const char* name : {"config.json", "params.json"}) {
     const auto file = checkpoint_path.parent_path() / name;
-    if (std::filesystem::exists(file)) return {ModelArgs::from_json_file(file), file.string()};
+    if (std::filesystem::exists(file))
+      return {ModelArgs::from_json_file(file), file.string(), file};
   }
   const auto directory = std::filesystem::absolute(checkpoint_path)
                              .lexically_normal()
@@ -275,8 +282,10 @@ FoundConfig choose_config(const std::filesystem::path& checkpoint_path,
               "directory name '", directory, "' fits none, or more than one, of the known models (",
               c10::Join(", ", known_model_names()),
               "). Pass --config with one of these names or a JSON file");
-  return {ModelArgs::from_name(*name), "the model " + *name + ", chosen by name"};
+  return {ModelArgs::from_name(*name), "the model " + *name + ", chosen by name", {}};
 }
+
+namespace {
 
 void limit_to_window(ModelArgs& args) {
   if (args.sliding_window == 0 || args.block_size <= args.sliding_window) return;
@@ -290,7 +299,7 @@ void limit_to_window(ModelArgs& args) {
 
 ModelArgs find_config(const std::filesystem::path& checkpoint_path,
                       const std::string& override_config, const StateDict& tensors) {
-  auto [args, source] = choose_config(checkpoint_path, override_config);
+  auto [args, source, file] = choose_config(checkpoint_path, override_config);
   if (args.vocab_size == -1) {
     const Tensor& embedding = tensors.at("tok_embeddings.weight");
     TORCH_CHECK(embedding.dim() == 2, checkpoint_path.string(), ": tok_embeddings.weight has ",

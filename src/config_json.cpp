@@ -209,16 +209,15 @@ ModelArgs read_model_args(const JsonFields& fields) {
 
 }  // namespace
 
-ModelArgs ModelArgs::from_json_file(const std::filesystem::path& file) {
-  const json object = read_json_object(file);
-  const JsonFields fields{object, file.string()};
+ModelArgs model_args_from_json(const json& object, const std::string& source) {
+  const JsonFields fields{object, source};
   ModelArgs args;
   if (fields.has("model_type") || fields.has("architectures") || fields.has("hidden_size")) {
     args = read_hf_config(fields);
   } else if (fields.has("n_layers")) {
     args = read_meta_params(fields);
   } else {
-    TORCH_CHECK(fields.has("n_layer") || fields.has("dim"), file.string(),
+    TORCH_CHECK(fields.has("n_layer") || fields.has("dim"), source,
                 ": is no model configuration: neither a Hugging Face config.json (model_type), a "
                 "Meta params.json (n_layers) nor "
                 "the fields of ModelArgs (n_layer, dim, ...)");
@@ -227,9 +226,13 @@ ModelArgs ModelArgs::from_json_file(const std::filesystem::path& file) {
   try {
     args.finalize();
   } catch (const c10::Error& error) {
-    TORCH_CHECK(false, file.string(), ": ", error.what_without_backtrace());
+    TORCH_CHECK(false, source, ": ", error.what_without_backtrace());
   }
   return args;
+}
+
+ModelArgs ModelArgs::from_json_file(const std::filesystem::path& file) {
+  return model_args_from_json(read_json_object(file), file.string());
 }
 
 std::string to_config_json(const ModelArgs& config) {

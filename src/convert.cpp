@@ -3,16 +3,15 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
-#include <fstream>
-#include <iostream>
+#include <cstring>
 #include <memory>
-#include <set>
 
+#include "checkpoint_reader.h"
 #include "dtype_names.h"
 #include "gguf.h"
 #include "gptfast/checkpoint.h"
+#include "import.h"
 #include "output_file.h"
-#include "weight_source.h"
 
 namespace gptfast {
 
@@ -32,25 +31,46 @@ at::ScalarType common_dtype(const std::string& file, const std::vector<SourceTen
                 dtype_name(first->dtype), ", ", tensor.name, " is ", dtype_name(tensor.dtype),
                 "; choose one with --dtype");
   }
-  return first == nullptr ? at::kFloat : first->dtype;
+  return first == nullptr || first->dtype == at::kDouble ? at::kFloat : first->dtype;
 }
 
 // Files that the source already has in the same folder stay as they are.
-bool keep_existing(const fs::path& input_folder, const fs::path& side_file) {
+bool keep_existing(const fs::path& source_folder, const fs::path& side_file) {
   std::error_code error;
-  return fs::exists(side_file) && fs::equivalent(input_folder, side_file.parent_path(), error);
+  const fs::path folder = source_folder.empty() ? fs::path(".") : source_folder;
+  return fs::exists(side_file) && fs::equivalent(folder, side_file.parent_path(), error);
+}
+
+/// Files beside the checkpoint, written but not yet visible.
+std::vector<std::unique_ptr<OutputFile>> write_side_files(const Import& import,
+                                                          const fs::path& folder) {
+  std::vector<SideFile> files = import.files;
+  const auto& config_json = import.config_json;
+  files.push_back(
+      {"config.json", config_json.empty() ? to_config_json(import.weights.config) : config_json});
+  std::vector<std::unique_ptr<OutputFile>> pending;
+  for (const SideFile& file : files) {
+    if (keep_existing(import.folder, folder / file.name)) continue;
+    pending.push_back(std::make_unique<OutputFile>(folder / file.name));
+    pending.back()->write({reinterpret_cast<const uint8_t*>(file.content.data()),
+                           file.content.size()},
+                          0);
+  }
+  return pending;
 }
 
 /// Writes the checkpoint and the files beside it; all of them appear only when everything is
 /// written.
-void write_model(const WeightSource& source, const fs::path& input_folder, const fs::path& output,
-                 std::vector<SideFile> side_files, const ConvertOptions& options) {
+void write_model(const Import& import, const fs::path& output, const ConvertOptions& options) {
+  const WeightSource& source = import.weights;
   const std::vector<SourceTensor> tensors = arrange(source);
   const at::ScalarType dtype = options.dtype.value_or(common_dtype(source.file, tensors));
   int64_t total = 0;
   for (const auto& tensor : tensors) total += static_cast<int64_t>(tensor.bytes);
   const fs::path folder = output.has_parent_path() ? output.parent_path() : fs::path(".");
-  fs::create_directories(folder);
+  std::error_code error;
+  fs::create_directories(folder, error);
+  TORCH_CHECK(!error, folder.string(), ": cannot be made: ", error.message());
   CheckpointWriter writer(output);
   int64_t done = 0;
   for (const auto& tensor : tensors) {
@@ -61,32 +81,55 @@ void write_model(const WeightSource& source, const fs::path& input_folder, const
   // The original's loader wants a head; a tied one shares the embedding's bytes.
   if (source.config.tie_word_embeddings && tensors.back().name != "output.weight")
     writer.add_alias("output.weight", "tok_embeddings.weight");
-  side_files.push_back({"config.json", to_config_json(source.config)});
-  std::vector<std::unique_ptr<OutputFile>> pending;
-  for (const SideFile& file : side_files) {
-    if (keep_existing(input_folder, folder / file.name)) continue;
-    pending.push_back(std::make_unique<OutputFile>(folder / file.name));
-    pending.back()->write({reinterpret_cast<const uint8_t*>(file.content.data()),
-                           file.content.size()},
-                          0);
-  }
-  for (const auto& file : pending) file->commit();
+  const auto side_files = write_side_files(import, folder);
+  for (const auto& file : side_files) file->commit();
   writer.finish();
+  if (options.note) {
+    for (const auto& note : import.notes) options.note(note);
+  }
+}
+
+bool begins_with(Bytes bytes, std::string_view magic) {
+  return bytes.size() >= magic.size() && std::memcmp(bytes.data(), magic.data(), magic.size()) == 0;
+}
+
+Import import_file(const fs::path& file, const std::string& config) {
+  FileBytes mapped;
+  try {
+    mapped = map_file(file);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, file.string(), ": ", error.what_without_backtrace());
+  }
+  const Bytes bytes = mapped.bytes();
+  constexpr size_t kSafetensorsBrace = 8;  // behind the header's length
+  if (begins_with(bytes, "GGUF")) return import_gguf(file, config);
+  if (begins_with(bytes, "PK\x03\x04") || begins_with(bytes, "\x80\x02"))
+    return import_tensor_file(file, config);
+  if (is_llama2c(file)) return import_llama2c(file, config);
+  const bool safetensors = file.extension() == ".safetensors" ||
+                           (bytes.size() > kSafetensorsBrace && bytes[kSafetensorsBrace] == '{');
+  if (safetensors) return import_tensor_file(file, config);
+  TORCH_CHECK(false, file.string(), ": ", describe_foreign_file(bytes));
 }
 
 }  // namespace
 
-void convert_gguf(const fs::path& input, const fs::path& output, const ConvertOptions& options) {
-  const GgufFile gguf(input);
+Import import_gguf(const fs::path& file, const std::string& config) {
+  const GgufFile gguf(file);
   std::vector<SourceTensor> tensors = gguf.tensors();
-  WeightSource source{.file = input.string(), .config = gguf_config(gguf, tensors)};
-  if (!options.config.empty()) source.config = ModelArgs::from_name_or_file(options.config);
-  source.tensors = rename_all(source.file, std::move(tensors), rename_gguf);
-  write_model(source, input.parent_path(), output, gguf_tokenizer(gguf), options);
+  Import import{.folder = file.parent_path()};
+  import.weights.file = file.string();
+  import.weights.config =
+      config.empty() ? gguf_config(gguf, tensors) : ModelArgs::from_name_or_file(config);
+  import.weights.tensors = rename_all(std::move(tensors), rename_gguf);
+  import.files = gguf_tokenizer(gguf);
+  return import;
 }
 
 void convert(const fs::path& input, const fs::path& output, const ConvertOptions& options) {
-  convert_gguf(input, output, options);
+  write_model(fs::is_directory(input) ? import_directory(input, options.config)
+                                      : import_file(input, options.config),
+              output, options);
 }
 
 }  // namespace gptfast

@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "import.h"
 #include "mapped_file.h"
 #include "weight_source.h"
 
@@ -72,12 +73,6 @@ class GgufFile {
 /// the field that is missing or not supported. tie_word_embeddings is set when there is no
 /// output.weight.
 ModelArgs gguf_config(const GgufFile& gguf, const std::vector<SourceTensor>& tensors);
-
-/// A small file that goes beside model.pth.
-struct SideFile {
-  std::string name;
-  std::string content;
-};
 
 /// The tokenizer in the metadata as files: "gpt2" becomes tokenizer.json, "llama" a SentencePiece
 /// tokenizer.model, both with tokenizer_config.json and generation_config.json. Throws naming what

@@ -18,6 +18,10 @@ std::string read_small_file(const std::filesystem::path& file, uint64_t max_byte
 /// read). Throws naming the file.
 nlohmann::json read_json_object(const std::filesystem::path& file);
 
+struct ModelArgs;
+/// ModelArgs::from_json_file for an object that is no file of its own; `source` is for messages.
+ModelArgs model_args_from_json(const nlohmann::json& object, const std::string& source);
+
 /// One JSON object with the name of where it came from; null counts as absent.
 struct JsonFields {
   const nlohmann::json& object;

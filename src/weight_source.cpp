@@ -2,17 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <map>
 
+#include "dtype_names.h"
 #include "gptfast/checkpoint.h"
 
 namespace gptfast {
 
 SourceTensor source_from_tensor(const std::string& name, const Tensor& tensor) {
-  TORCH_CHECK(at::isFloatingType(tensor.scalar_type()), "tensor ", name, " has the dtype ",
-              tensor.scalar_type(), ", a floating-point one was expected");
   return {.name = name,
           .shape = tensor.sizes().vec(),
           .dtype = tensor.scalar_type(),
@@ -38,16 +36,6 @@ std::vector<Tensor> read_all(const std::vector<SourceTensor>& parts, at::ScalarT
   tensors.reserve(parts.size());
   for (const auto& part : parts) tensors.push_back(part.read(dtype));
   return tensors;
-}
-
-std::string brief(const std::vector<std::string>& names) {
-  constexpr size_t kShown = 10;
-  const size_t shown = std::min(names.size(), kShown);
-  std::string text =
-      c10::Join(", ", std::vector<std::string>(names.begin(),
-                                               names.begin() + static_cast<std::ptrdiff_t>(shown)));
-  if (names.size() > shown) text += ", and " + std::to_string(names.size() - shown) + " more";
-  return text;
 }
 
 }  // namespace
@@ -103,20 +91,14 @@ SourceTensor interleave_heads(SourceTensor source, int64_t n_head) {
   });
 }
 
-std::vector<SourceTensor> rename_all(const std::string& file, std::vector<SourceTensor> tensors,
-                                     Renamer renamer) {
+std::vector<SourceTensor> rename_all(std::vector<SourceTensor> tensors, Renamer renamer) {
   std::vector<SourceTensor> renamed;
-  std::vector<std::string> unknown;
   for (SourceTensor& tensor : tensors) {
-    const auto name = renamer(tensor.name);
-    if (!name) {
-      unknown.push_back(tensor.name);
-    } else if (!name->empty()) {
-      tensor.name = *name;
-      renamed.push_back(std::move(tensor));
-    }
+    const std::string name = renamer(tensor.name).value_or(tensor.name + " (unknown)");
+    if (name.empty()) continue;
+    tensor.name = name;
+    renamed.push_back(std::move(tensor));
   }
-  TORCH_CHECK(unknown.empty(), file, ": has tensors that no supported model has: ", brief(unknown));
   return renamed;
 }
 
@@ -172,6 +154,13 @@ std::vector<SourceTensor> arrange(const WeightSource& source) {
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, source.file,
                 ": does not fit its configuration: ", error.what_without_backtrace());
+  }
+  for (const auto& tensor : source.tensors) {
+    const bool known = tensor.dtype == at::kFloat || tensor.dtype == at::kBFloat16 ||
+                       tensor.dtype == at::kHalf || tensor.dtype == at::kDouble;
+    TORCH_CHECK(known, source.file, ": ", tensor.name, " has the dtype ", dtype_name(tensor.dtype),
+                ", float32, bfloat16 or float16 was expected (quantized checkpoints of other "
+                "programs cannot be converted)");
   }
   std::vector<SourceTensor> result;
   const auto move_over = [&](const std::string& name) { result.push_back(shelf.take(name)); };

@@ -48,6 +48,11 @@ struct WeightSource {
   bool halves = false;  ///< rows of wq and wk are in Hugging Face's order
 };
 
+/// Puts experts together: layers.N.block_sparse_moe.experts.E.w{1,2,3} (one matrix each) and
+/// block_sparse_moe.w{1,2,3} (all below each other, Meta's) become
+/// block_sparse_moe.cond_ffn.w{1,2,3} [E, ...], the original's layout.
+void gather_experts(WeightSource& source);
+
 /// Fuses wq, wk and wv, puts everything in the model's order and checks all of it against the
 /// configuration. Throws naming missing and unexpected tensors.
 std::vector<SourceTensor> arrange(const WeightSource& source);
@@ -59,8 +64,8 @@ std::optional<std::string> rename_hf(const std::string& name);
 std::optional<std::string> rename_meta(const std::string& name);
 std::optional<std::string> rename_gguf(const std::string& name);
 
-/// Renames all of `tensors`; throws with the unknown names (cut at 10).
-std::vector<SourceTensor> rename_all(const std::string& file, std::vector<SourceTensor> tensors,
-                                     Renamer renamer);
+/// Renames all of `tensors`. Unknown names are marked as such, so that arrange() lists them beside
+/// the missing ones.
+std::vector<SourceTensor> rename_all(std::vector<SourceTensor> tensors, Renamer renamer);
 
 }  // namespace gptfast

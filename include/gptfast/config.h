@@ -63,7 +63,8 @@ struct ModelArgs {
   /// object with the fields of ModelArgs. Throws naming the file and the missing or unsupported
   /// field.
   static ModelArgs from_json_file(const std::filesystem::path& file);
-  /// What --config means: from_json_file for a name that ends in .json or is a file, else from_name.
+  /// What --config means: from_json_file for a name that ends in .json or is a file, else
+  /// from_name.
   static ModelArgs from_name_or_file(const std::string& name);
 };
 
@@ -80,6 +81,17 @@ std::vector<std::string> known_model_names();
 /// never a guess. The original's bare rows ("7B", "Mistral-7B") stand for several real models and
 /// fit only their exact name.
 std::optional<std::string> match_model_name(std::string_view directory_name);
+
+/// A configuration and where it comes from.
+struct ConfigChoice {
+  ModelArgs args;
+  std::string source;          ///< for messages
+  std::filesystem::path file;  ///< the JSON file, empty for a table row
+};
+
+/// The choice that find_config makes, before it is checked and completed: vocab_size may be -1.
+ConfigChoice choose_config(const std::filesystem::path& checkpoint_path,
+                           const std::string& override_config);
 
 /// Configuration of a checkpoint: `override_config` (a table name or a JSON file) if not empty,
 /// else a config.json or params.json beside the checkpoint, else the name of its directory or of

@@ -1,4 +1,5 @@
-// Imports of other formats into checkpoints/$MODEL_REPO/model.pth (scripts/convert_hf_checkpoint.py of the original).
+// Imports of other formats into checkpoints/$MODEL_REPO/model.pth (scripts/convert_hf_checkpoint.py
+// of the original).
 #pragma once
 
 #include <ATen/core/ScalarType.h>
@@ -13,15 +14,24 @@ namespace gptfast {
 
 struct ConvertOptions {
   std::optional<at::ScalarType> dtype;  ///< default: the source's; bfloat16 for a quantized source
-  std::string config;                   ///< --config: table name or JSON file, when the source does not say
+  std::string config;  ///< --config: table name or JSON file, when the source does not say
   std::function<void(int64_t done, int64_t total)> progress;  ///< bytes of the source
+  std::function<void(const std::string&)>
+      note;  ///< one line that the user should read, such as a missing tokenizer
 };
 
-/// Converts a GGUF file of the llama architecture to `output` (model.pth) and writes config.json and the tokenizer beside it.
-/// Tensor by tensor; nothing is left behind when it fails. Throws naming the file and the tensor or field.
-void convert_gguf(const std::filesystem::path& input, const std::filesystem::path& output, const ConvertOptions& options);
-
-/// Converts any supported input, told by its content.
-void convert(const std::filesystem::path& input, const std::filesystem::path& output, const ConvertOptions& options);
+/// Converts `input` to `output` (a model.pth) and puts config.json and the tokenizer beside it.
+/// What `input` is its content tells:
+///   - a directory of Hugging Face: safetensors or pytorch_model*.bin, one file or shards with
+///   their index; Llama, Mistral, Mixtral
+///   - a directory of Meta: consolidated.NN.pth or .pt, with params.json
+///   - one .safetensors, .bin, .pth or .pt file with the names of either; llama2.c's .pt and .bin
+///   - a GGUF file of the llama architecture
+/// Rows of wq and wk go to the order of the original's rotary embedding; wq, wk and wv are fused.
+/// Tensor by tensor: beside the page cache about one tensor is in memory. A tied head becomes a
+/// second name of the embedding. Files that the source's folder already has are kept. Nothing is
+/// left behind when it fails. Throws c10::Error naming the file and the tensor or field.
+void convert(const std::filesystem::path& input, const std::filesystem::path& output,
+             const ConvertOptions& options);
 
 }  // namespace gptfast
