@@ -309,7 +309,7 @@ EvalTask text_task(const std::string& file) {
   return {.name = file,
           .kind = TaskKind::kRolling,
           .acc_norm = false,
-          .version = "",
+          .version = 0,
           .items = {std::move(item)}};
 }
 

@@ -144,7 +144,7 @@ struct TaskFormat {
   const char* name;
   TaskKind kind;
   bool acc_norm;
-  const char* version;
+  int64_t version;
   const char* fields;
   EvalItem (*item)(const json& doc);
 };
@@ -153,15 +153,14 @@ constexpr const char* kArcFields =
     R"({"question", "choices": {"text": [..], "label": [..]}, "answerKey"})";
 
 constexpr std::array<TaskFormat, 7> kTasks = {{
-    {"arc_challenge", TaskKind::kMultipleChoice, true, "1.0", kArcFields, arc_item},
-    {"arc_easy", TaskKind::kMultipleChoice, true, "1.0", kArcFields, arc_item},
-    {"hellaswag", TaskKind::kMultipleChoice, true, "1.0",
+    {"arc_challenge", TaskKind::kMultipleChoice, true, 1, kArcFields, arc_item},
+    {"arc_easy", TaskKind::kMultipleChoice, true, 1, kArcFields, arc_item},
+    {"hellaswag", TaskKind::kMultipleChoice, true, 1,
      R"({"activity_label", "ctx_a", "ctx_b", "endings": [..], "label"})", hellaswag_item},
-    {"lambada_openai", TaskKind::kLastWord, false, "1.0", R"({"text"})", lambada_item},
-    {"piqa", TaskKind::kMultipleChoice, true, "1.0", R"({"goal", "sol1", "sol2", "label"})",
-     piqa_item},
-    {"wikitext", TaskKind::kRolling, false, "2.0", R"({"page"})", wikitext_item},
-    {"winogrande", TaskKind::kMultipleChoice, false, "1.0",
+    {"lambada_openai", TaskKind::kLastWord, false, 1, R"({"text"})", lambada_item},
+    {"piqa", TaskKind::kMultipleChoice, true, 1, R"({"goal", "sol1", "sol2", "label"})", piqa_item},
+    {"wikitext", TaskKind::kRolling, false, 2, R"({"page"})", wikitext_item},
+    {"winogrande", TaskKind::kMultipleChoice, false, 1,
      R"({"sentence", "option1", "option2", "answer"})", winogrande_item},
 }};
 

@@ -152,7 +152,7 @@ EvalTask choices_task(size_t items) {
   EvalTask task{.name = "t",
                 .kind = TaskKind::kMultipleChoice,
                 .acc_norm = true,
-                .version = "1.0",
+                .version = 1,
                 .items = {}};
   for (size_t i = 0; i < items; ++i) {
     task.items.push_back({.requests = {{"c", " a"}, {"c", " bb"}},
@@ -195,7 +195,7 @@ TEST(EvalMetrics, AggregatesDocuments) {
   EvalTask task{.name = "t",
                 .kind = TaskKind::kRolling,
                 .acc_norm = false,
-                .version = "2.0",
+                .version = 2,
                 .items = {}};
   task.items.push_back(
       {.requests = {{"", "x"}}, .lengths = {}, .gold = 0, .words = 2, .bytes = 10, .doc = ""});

@@ -44,8 +44,8 @@ enum class TaskKind {
 struct EvalTask {
   std::string name;
   TaskKind kind = TaskKind::kMultipleChoice;
-  bool acc_norm = false;     ///< report it, too
-  std::string version = {};  ///< of the harness's task
+  bool acc_norm = false;  ///< report it, too
+  int64_t version = 1;    ///< of the harness's task
   std::vector<EvalItem> items = {};
 };
 
