@@ -9,6 +9,8 @@
 #include <memory>
 #include <optional>
 
+#include "gptfast/tp.h"
+
 namespace gptfast::app {
 namespace {
 
@@ -56,6 +58,26 @@ std::optional<std::string> read_line(bool terminal) {
   }
 }
 
+/// The line that rank 0 reads, on every rank.
+std::optional<std::string> next_line(TensorParallel* tp, bool terminal) {
+  if (tp == nullptr) return read_line(terminal);
+  std::vector<int32_t> shared = {0};  // whether there is a line, and its bytes
+  if (tp->rank() == 0) {
+    if (const auto line = read_line(terminal)) {
+      shared.assign(line->begin(), line->end());
+      shared.insert(shared.begin(), 1);
+    }
+  }
+  shared = tp->broadcast(shared);
+  if (shared[0] == 0) return std::nullopt;
+  return std::string(shared.begin() + 1, shared.end());
+}
+
+/// Ctrl-C may reach the ranks at different tokens: rank 0 decides.
+bool is_interrupted(TensorParallel* tp) {
+  return tp == nullptr ? interrupted != 0 : tp->broadcast({interrupted}) != std::vector<int32_t>{0};
+}
+
 }  // namespace
 
 void chat_loop(Transformer& model, const Tokenizer& tokenizer, ChatTemplate chat_template,
@@ -66,7 +88,7 @@ void chat_loop(Transformer& model, const Tokenizer& tokenizer, ChatTemplate chat
   int64_t used = 0;            // positions of the cache that hold the conversation
   std::vector<int32_t> unfed;  // the last token of an answer that no stop token closed: sampled,
                                // shown, not yet in the cache
-  while (const auto line = read_line(terminal)) {
+  while (const auto line = next_line(model->tp(), terminal)) {
     if (line->empty()) continue;
     std::vector<int32_t> turn = unfed;
     const std::vector<int32_t> encoded =
@@ -85,7 +107,7 @@ void chat_loop(Transformer& model, const Tokenizer& tokenizer, ChatTemplate chat
       const auto& stop = options.stop_tokens;
       if (std::find(stop.begin(), stop.end(), token) == stop.end())
         std::cout << decoder.push(token) << std::flush;
-      return interrupted == 0;
+      return !is_interrupted(model->tp());
     };
     const GenerateResult result = generate(model, turn, options);
     std::cout << decoder.finish() << (interrupted != 0 ? " ..." : "") << std::endl;

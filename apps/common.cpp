@@ -268,6 +268,12 @@ void CommandLine::check_required() const {
   }
 }
 
+std::vector<std::pair<std::string, std::string>> CommandLine::values() const {
+  std::vector<std::pair<std::string, std::string>> all;
+  for (const Option& option : options_) all.emplace_back(option.name, value(option.name));
+  return all;
+}
+
 void CommandLine::print_help() const {
   cxxopts::Options help(program_, description_);
   std::string usage = "[flags]";

@@ -10,6 +10,7 @@
 #include <map>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace gptfast::app {
@@ -60,6 +61,8 @@ class CommandLine {
   int64_t get_integer(const std::string& name) const;
   double get_number(const std::string& name) const;
   std::vector<std::string> get_list(const std::string& name) const;
+  /// Every flag with its value, given or default, in the order of declaration.
+  std::vector<std::pair<std::string, std::string>> values() const;
 
  private:
   enum class Kind { kFlag, kText, kInteger, kNumber, kChoice, kList, kPositional };

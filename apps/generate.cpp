@@ -17,6 +17,7 @@
 #include "gptfast/speculative.h"
 #include "gptfast/tokenizer.h"
 #include "model_flags.h"
+#include "ranks.h"
 
 namespace gptfast::app {
 namespace {
@@ -201,6 +202,7 @@ void save_logits(const std::string& file, const Prompt& prompt, const GenerateRe
 CommandLine make_command_line() {
   CommandLine flags("generate", "Generate text with a Llama-family checkpoint.");
   declare_model_flags(flags);
+  declare_rank_flags(flags);
   flags.text("prompt", "text to continue; a whole number asks for that many random tokens",
              "Hello, my name is");
   flags.text("prompt_ids", "token ids to continue, 1,2,3; nothing is added");
@@ -268,7 +270,8 @@ GenerateOptions generate_options(const CommandLine& flags, const Tokenizer* toke
 }
 
 /// The draft model of --draft_checkpoint_path. Throws when its tokenizer is another one.
-Transformer load_draft(const CommandLine& flags, const LoadedModel& loaded) {
+Transformer load_draft(const CommandLine& flags, const LoadedModel& loaded,
+                       const std::shared_ptr<TensorParallel>& tp) {
   const std::string path = flags.get_text("draft_checkpoint_path");
   const auto tokenizer = load_tokenizer_beside(path);
   constexpr const char* kProbe =
@@ -277,7 +280,7 @@ Transformer load_draft(const CommandLine& flags, const LoadedModel& loaded) {
                   tokenizer->encode(kProbe) == loaded.tokenizer->encode(kProbe),
               "the draft '", path, "' and the model '", flags.get_text("checkpoint_path"),
               "' have different tokenizers; a draft must share its model's");
-  return load_model_from_flags(flags, path, /*config=*/"");
+  return load_model_from_flags(flags, path, /*config=*/"", tp);
 }
 
 /// The original's closing lines about speculation.
@@ -317,7 +320,9 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
     rates.push_back(result.tokens_per_sec());
     for (size_t n = 0; n < result.accept_counts.size(); ++n)
       accept_counts[n] += result.accept_counts[n];
-    if (options.return_logits) save_logits(flags.get_text("logits_out"), prompt, result);
+    const TensorParallel* tp = loaded.model->tp();
+    if (options.return_logits && (tp == nullptr || tp->rank() == 0))
+      save_logits(flags.get_text("logits_out"), prompt, result);
     if (json) {
       print_json(i, prompt, result, loaded.tokenizer.get(), *loaded.model, options.stop_tokens);
     } else {
@@ -340,7 +345,9 @@ int generate_main(int argc, char** argv) {
   CommandLine flags = make_command_line();
   if (!flags.parse(argc, argv)) return 0;
   check_flags(flags);
-  LoadedModel loaded = load_from_flags(flags);
+  if (const auto status = launch_ranks(flags, argv)) return *status;
+  const auto tp = connect_ranks(flags);
+  LoadedModel loaded = load_from_flags(flags, tp);
   const bool interactive = flags.get_flag("interactive"),
              templated = interactive || flags.given("chat_template");
   const ChatTemplate chat_template =
@@ -350,7 +357,7 @@ int generate_main(int argc, char** argv) {
   GenerateOptions options = generate_options(flags, loaded.tokenizer.get(), chat_template);
   Transformer draft_model{nullptr};
   if (flags.given("draft_checkpoint_path")) {
-    draft_model = load_draft(flags, loaded);
+    draft_model = load_draft(flags, loaded, tp);
     options.draft_model = &draft_model;
   }
   if (interactive) {
@@ -358,6 +365,8 @@ int generate_main(int argc, char** argv) {
   } else {
     run_samples(flags, loaded, make_prompt(flags, loaded, chat_template), options);
   }
+  loaded.model = draft_model = nullptr;
+  if (tp) tp->finish();
   return 0;
 }
 

@@ -46,26 +46,31 @@ std::unique_ptr<Tokenizer> load_tokenizer_beside(const std::string& checkpoint_p
 }
 
 Transformer load_model_from_flags(const CommandLine& flags, const std::string& checkpoint_path,
-                                  const std::string& config) {
-  Progress progress("Loading", Progress::Unit::kBytes, flags.get_flag("quiet"));
+                                  const std::string& config,
+                                  const std::shared_ptr<TensorParallel>& tp) {
+  const bool quiet = flags.get_flag("quiet") || (tp && tp->rank() != 0);
+  Progress progress("Loading", Progress::Unit::kBytes, quiet);
   return load_model(checkpoint_path,
                     {.config = config,
                      .precision = parse_dtype("precision", flags.get_text("precision")),
-                     .device = parse_device(flags.get_text("device")),
+                     .device = tp ? tp->device() : parse_device(flags.get_text("device")),
                      .reference = flags.get_flag("reference"),
                      .int4_layout = flags.get_text("int4_layout"),
+                     .tp = tp,
                      .progress = progress.callback()});
 }
 
-LoadedModel load_from_flags(const CommandLine& flags) {
+LoadedModel load_from_flags(const CommandLine& flags, const std::shared_ptr<TensorParallel>& tp) {
   const auto start = std::chrono::steady_clock::now();
-  const bool silent = flags.get_flag("quiet") || flags.get_flag("json");
+  const bool silent = flags.get_flag("quiet") || flags.get_flag("json") || (tp && tp->rank() != 0);
   const std::string checkpoint_path = flags.get_text("checkpoint_path");
-  set_num_threads(static_cast<int>(flags.get_integer("num_threads")));
+  const auto threads = static_cast<int>(flags.get_integer("num_threads"));
+  const int ranks = tp ? tp->local_world_size() : 1;  // they share the host's cores
+  set_num_threads(threads == 0 ? std::max(default_num_threads() / ranks, 1) : threads);
   if (!silent)
     std::cerr << "Using device=" << flags.get_text("device") << "\nLoading model ..." << std::endl;
   LoadedModel loaded;
-  loaded.model = load_model_from_flags(flags, checkpoint_path, flags.get_text("config"));
+  loaded.model = load_model_from_flags(flags, checkpoint_path, flags.get_text("config"), tp);
   loaded.tokenizer = flags.given("tokenizer_path")
                          ? Tokenizer::load(flags.get_text("tokenizer_path"))
                          : load_tokenizer_beside(checkpoint_path);

@@ -7,6 +7,7 @@
 #include "common.h"
 #include "gptfast/model.h"
 #include "gptfast/tokenizer.h"
+#include "gptfast/tp.h"
 
 namespace gptfast::app {
 
@@ -21,11 +22,14 @@ struct LoadedModel {
 };
 
 /// Loads what the flags name, with a progress bar, and says so on stderr unless --quiet or --json.
-LoadedModel load_from_flags(const CommandLine& flags);
+/// With `tp`: this rank's share, on its device; only rank 0 says so.
+LoadedModel load_from_flags(const CommandLine& flags,
+                            const std::shared_ptr<TensorParallel>& tp = nullptr);
 
 /// The model of another checkpoint (a draft) with the same flags.
 Transformer load_model_from_flags(const CommandLine& flags, const std::string& checkpoint_path,
-                                  const std::string& config);
+                                  const std::string& config,
+                                  const std::shared_ptr<TensorParallel>& tp = nullptr);
 
 /// tokenizer.model or tokenizer.json beside a checkpoint; null when neither is there.
 std::unique_ptr<Tokenizer> load_tokenizer_beside(const std::string& checkpoint_path);

@@ -1,7 +1,10 @@
 #include "checkpoint_reader.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
@@ -144,6 +147,11 @@ void check_geometry(const Geometry& g, size_t elements, size_t limit) {
               " is larger than the whole file");
 }
 
+/// Deleter of storages that lie in the mapped file; tells them from others.
+void release_mapping(void* owner) {
+  delete static_cast<std::shared_ptr<uint8_t>*>(owner);
+}
+
 /// Makes tensors of the calls in a pickle. Tensors that name the same storage share it.
 class TensorBuilder {
  public:
@@ -227,9 +235,7 @@ class TensorBuilder {
       return copy_storage(data);
     auto* owner = new std::shared_ptr<uint8_t>(file_.owner);
     auto* address = const_cast<uint8_t*>(data.data());  // the mapping is private and writable
-    at::DataPtr pointer(
-        address, owner, [](void* p) { delete static_cast<std::shared_ptr<uint8_t>*>(p); },
-        at::kCPU);
+    at::DataPtr pointer(address, owner, release_mapping, at::kCPU);
     return at::Storage(at::Storage::use_byte_size_t(), data.size(), std::move(pointer));
   }
 
@@ -553,6 +559,17 @@ StateDict read_checkpoint(const FileBytes& file, Names names,
   constexpr char kPickleProtocol = '\x80';
   if (head.starts_with(kPickleProtocol)) return LegacyReader(file).read(names);
   TORCH_CHECK(false, describe_foreign_file(bytes));
+}
+
+void release_pages(const Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.storage().data_ptr().get_deleter() != release_mapping) return;
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  const int64_t extent =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
+  const uintptr_t first = (begin + page - 1) / page * page,
+                  end = (begin + static_cast<uintptr_t>(extent)) / page * page;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
 }
 
 }  // namespace gptfast

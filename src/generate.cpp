@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "gptfast/speculative.h"
+#include "gptfast/tp.h"
 
 namespace gptfast {
 namespace {
@@ -74,24 +75,24 @@ class Decoder {
   std::vector<int32_t> sample(const Tensor& logits, int64_t pos) {
     pos_.fill_(pos);
     ops::sample({.tokens = tokens_, .pos = pos_, .slot = slot_}, logits, params_, next_);
+    if (model_->tp() != nullptr) model_->tp()->broadcast(next_);  // the ranks cannot drift apart
     return to_host(next_);
   }
 
   std::vector<int32_t> decode_one_token(const std::vector<int32_t>& token, int64_t pos) {
     tokens_.copy_(at::tensor(token, at::kInt).unsqueeze(1));
     pos_.fill_(pos);
-    if (!model_->reference()) {
-      const std::vector<int32_t> next = to_host(model_->step(tokens_, pos_, slot_, params_));
-      logits_ = model_->step_logits();
-      return next;
-    }
+    if (!model_->reference()) return to_host(model_->step(tokens_, pos_, slot_, params_));
     logits_ = model_->last_logits(tokens_, pos_.narrow(0, 0, 1).to(at::kLong))
                   .to(at::kFloat)
                   .contiguous();
     return sample(logits_, pos);
   }
 
-  Tensor logits() const { return logits_; }  // [>= B, V] of the last decode_one_token
+  /// [B, V] of the last decode_one_token, valid until the next one.
+  Tensor logits() const {
+    return model_->reference() ? logits_ : model_->step_logits(slot_.numel());
+  }
 
  private:
   static at::TensorOptions int_options(const Transformer& model) {
@@ -192,7 +193,8 @@ std::vector<int64_t> decode_speculatively(Transformer& model, const std::vector<
     std::vector<int32_t> fed = {text.back()};
     fed.insert(fed.end(), draft.tokens.begin(), draft.tokens.end());
     const Tensor logits = verify(model, fed, pos);
-    const std::vector<int32_t> added = accept(draft, logits, options.sampling, pos);
+    std::vector<int32_t> added = accept(draft, logits, options.sampling, pos);
+    if (model->tp() != nullptr) added = model->tp()->broadcast(added);
     const auto count = static_cast<int64_t>(added.size());
     ++accept_counts[added.size() - 1];
     for (int64_t i = 0; go_on && i < count; ++i) {
@@ -244,7 +246,7 @@ Tensor prefill(Transformer& model, const std::vector<int32_t>& prompt, int64_t s
     const SamplingParams greedy =
         make_sampling_params({.temperature = 0}, /*batch_size=*/1, model->device());
     model->step(tokens, at::full({1}, start_pos, options), at::zeros({1}, options), greedy);
-    const Tensor logits = model->step_logits().narrow(0, 0, T);
+    const Tensor logits = model->step_logits(T);
     if (all_logits != nullptr) *all_logits = logits.clone();
     return logits.narrow(0, T - 1, 1).clone();
   }

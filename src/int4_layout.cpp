@@ -29,6 +29,10 @@ bool is_cpu_shape(const Tensor& weight) {
   return weight.scalar_type() == at::kByte && weight.dim() == 2;
 }
 
+bool is_canonical_shape(const Tensor& weight) {
+  return weight.scalar_type() == at::kByte && weight.dim() == 3 && weight.size(2) == 1;
+}
+
 int64_t out_features(const Tensor& weight) {
   return is_cuda_shape(weight) ? weight.size(0) * 8 : weight.size(0);
 }
@@ -112,6 +116,7 @@ Tensor unpack_cpu(const Tensor& weight, int64_t n, int64_t kp, Int4Layout layout
 }
 
 Tensor unpack(const Tensor& weight, Int4Layout layout) {
+  if (is_canonical_shape(weight)) return weight.squeeze(2);
   if (layout == Int4Layout::kCuda) return unpack_cuda(weight);
   return unpack_cpu(weight, out_features(weight), int4_padded_features(weight), layout);
 }
@@ -221,9 +226,13 @@ Int4Layout int4_layout_from_string(std::string_view name) {
               "': expected auto, cuda, cpu-avx512, cpu-avx2 or cpu");
 }
 
+Tensor canonical_int4(const Tensor& q) {
+  return q.unsqueeze(2);
+}
+
 int64_t int4_padded_features(const Tensor& weight) {
   if (is_cuda_shape(weight)) return weight.size(1) * weight.size(3) * 2 * 16;
-  if (is_cpu_shape(weight)) return weight.size(1) * 2;
+  if (is_cpu_shape(weight) || is_canonical_shape(weight)) return weight.size(1) * 2;
   return 0;
 }
 
@@ -254,14 +263,15 @@ Int4Weight unpack_int4(const Tensor& weight, const Tensor& scales_and_zeros, int
                        Int4Layout layout, std::string_view name) {
   const int64_t groupsize = int4_groupsize(weight, scales_and_zeros, in_features, name);
   const Tensor packed = weight.cpu().contiguous();
-  TORCH_CHECK(layout != Int4Layout::kCuda || is_cuda_shape(packed), name, ": ",
+  const bool canonical = is_canonical_shape(packed);
+  TORCH_CHECK(layout != Int4Layout::kCuda || is_cuda_shape(packed) || canonical, name, ": ",
               shape_and_dtype(packed),
               " cannot be in the cuda layout, which is int32 of 4 dimensions");
   TORCH_CHECK(layout == Int4Layout::kAuto || layout == Int4Layout::kCuda ||
-                  out_features(packed) % 16 == 0,
+                  out_features(packed) % 16 == 0 || canonical,
               name, ": ", out_features(packed), " rows cannot be in the layout ", to_string(layout),
               ", which needs a multiple of 16");
-  const Tensor q = layout == Int4Layout::kAuto
+  const Tensor q = layout == Int4Layout::kAuto && !canonical
                        ? unpack_auto(packed, scales_and_zeros, in_features, groupsize, name)
                        : unpack(packed, layout);
   const int64_t groups = (in_features + groupsize - 1) / groupsize;

@@ -31,6 +31,11 @@ const char* to_string(Int4Layout layout);
 /// Throws with the list of names when `name` is none of them.
 Int4Layout int4_layout_from_string(std::string_view name);
 
+/// The canonical codes [N, K / 2] as a weight of a StateDict: a share of tensor parallelism that
+/// the layout of the file cannot express. No file holds it; a third dimension of 1 tells it apart,
+/// and whatever layout is named does not apply to it.
+Tensor canonical_int4(const Tensor& q);
+
 /// Columns that an int4 weight of a file has, padding included (Kp); 0 when neither dtype nor shape
 /// is that of an int4 weight.
 int64_t int4_padded_features(const Tensor& weight);

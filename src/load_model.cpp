@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 
 #include "gptfast/model.h"
+#include "gptfast/tp.h"
 #include "int4_layout.h"
 
 namespace gptfast {
@@ -52,11 +53,12 @@ void assign(Tensor& registered, const Tensor& value) {
 }
 
 /// Moves every tensor of `tensors` into the module of the same name.
-void load_state_dict(TransformerImpl& model, const StateDict& tensors, const LoadOptions& options) {
+void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOptions& options) {
   int64_t total = 0, done = 0;
   for (const auto& [name, tensor] : tensors) total += static_cast<int64_t>(tensor.nbytes());
   const auto load = [&](const std::string& name, Tensor& registered) {
-    Tensor value = tensors.at(name);
+    const Tensor source = tensors.take(name);
+    Tensor value = source;
     const bool is_file_int4 = value.scalar_type() == at::kInt || value.scalar_type() == at::kByte;
     if (value.is_floating_point() && !name.ends_with(".scales_and_zeros"))
       value = value.to(options.precision);
@@ -64,6 +66,7 @@ void load_state_dict(TransformerImpl& model, const StateDict& tensors, const Loa
     // the device.
     if (!is_file_int4) value = value.to(options.device);
     assign(registered, value.contiguous());
+    if (registered.storage().data() != source.storage().data()) release_pages(source);
     done += static_cast<int64_t>(value.nbytes());
     if (options.progress) options.progress(std::min(done, total), total);
   };
@@ -104,9 +107,14 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
   std::map<std::string, std::string> records;
   StateDict tensors = load_checkpoint(checkpoint_path, &records);
   const Int4Layout int4_layout = find_int4_layout(records, options.int4_layout);
-  const ModelArgs config = find_config(checkpoint_path, options.config, tensors);
+  ModelArgs config = find_config(checkpoint_path, options.config, tensors);
   tensors = normalize(std::move(tensors), config);
   check_config(config, tensors);
+  if (options.tp) {
+    const int ranks = options.tp->world_size();
+    tensors = shard_state_dict(tensors, config, options.tp->rank(), ranks, int4_layout);
+    config = shard_config(config, ranks);
+  }
 
   const SchemeOf scheme = [&](const std::string& fqn) {
     const bool from_hidden = fqn.ends_with(".w2"), from_heads = fqn.ends_with(".wo");
@@ -119,9 +127,9 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
     return found;
   };
   check_file_name(checkpoint_path, scheme("layers.0.attention.wqkv"));
-  Transformer model(config, scheme);
+  Transformer model(config, scheme, options.tp);
   model->set_reference(options.reference);
-  load_state_dict(*model, tensors, options);
+  load_state_dict(*model, std::move(tensors), options);
   return model;
 }
 

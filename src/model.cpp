@@ -6,6 +6,7 @@
 #include <numbers>
 
 #include "gptfast/checkpoint.h"
+#include "gptfast/tp.h"
 
 namespace gptfast {
 
@@ -98,13 +99,19 @@ TransformerBlockImpl::TransformerBlockImpl(const ModelArgs& config, const Scheme
 }
 
 Tensor TransformerBlockImpl::forward(const Tensor& x, const ForwardContext& context) {
-  const Tensor h = x + attention->forward(attention_norm->forward(x), context);
-  return h + feed_forward->forward(ffn_norm->forward(h));
+  const auto whole = [&](Tensor part) {
+    if (context.tp != nullptr) context.tp->all_reduce(part);
+    return part;
+  };
+  const Tensor h = x + whole(attention->forward(attention_norm->forward(x), context));
+  return h + whole(feed_forward->forward(ffn_norm->forward(h)));
 }
 
 // ---- Transformer
 
-TransformerImpl::TransformerImpl(const ModelArgs& args, const SchemeOf& scheme) : config(args) {
+TransformerImpl::TransformerImpl(const ModelArgs& args, const SchemeOf& scheme,
+                                 std::shared_ptr<TensorParallel> tp)
+    : config(args), tp_(std::move(tp)) {
   tok_embeddings = register_module("tok_embeddings", Embedding(config.vocab_size, config.dim));
   auto list = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.n_layer; ++i) {
@@ -112,7 +119,8 @@ TransformerImpl::TransformerImpl(const ModelArgs& args, const SchemeOf& scheme) 
     list->push_back(layers.back());
   }
   norm = register_module("norm", RMSNorm(config.dim, config.norm_eps));
-  output = register_module("output", Linear(config.dim, config.vocab_size, scheme("output")));
+  const int64_t head_rows = tp_ ? tp_->head_rows(config.vocab_size) : config.vocab_size;
+  output = register_module("output", Linear(config.dim, head_rows, scheme("output")));
 }
 
 void TransformerImpl::set_reference(bool on) {
@@ -140,6 +148,8 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
                                     config.rope_scaling)
                    .to(device());
   buffers_ = ops::make_step_buffers(config, max_seq_length, device());
+  if (tp_)
+    shard_logits_ = at::empty({kMaxStepRows, output->out_features}, buffers_.logits.options());
 }
 
 Tensor TransformerImpl::hidden(const Tensor& idx, const Tensor& input_pos, int64_t first_slot) {
@@ -153,7 +163,8 @@ Tensor TransformerImpl::hidden(const Tensor& idx, const Tensor& input_pos, int64
                          .freqs_cis = freqs_cis_.index_select(0, input_pos),
                          .mask = {},
                          .used = used,
-                         .first_slot = first_slot};
+                         .first_slot = first_slot,
+                         .tp = tp_.get()};
   if (S > 1 &&
       used != S) {  // a prompt from position 0 is plainly causal, one token sees everything
     const Tensor cache_pos = at::arange(used, context.input_pos.options());
@@ -166,12 +177,21 @@ Tensor TransformerImpl::hidden(const Tensor& idx, const Tensor& input_pos, int64
 }
 
 Tensor TransformerImpl::forward(const Tensor& idx, const Tensor& input_pos, int64_t first_slot) {
-  return output->forward(norm->forward(hidden(idx, input_pos, first_slot)));
+  return whole_logits(output->forward(norm->forward(hidden(idx, input_pos, first_slot))));
 }
 
 Tensor TransformerImpl::last_logits(const Tensor& idx, const Tensor& input_pos,
                                     int64_t first_slot) {
-  return output->forward(norm->forward(hidden(idx, input_pos, first_slot).select(/*dim=*/1, -1)));
+  const Tensor last = hidden(idx, input_pos, first_slot).select(/*dim=*/1, -1);
+  return whole_logits(output->forward(norm->forward(last)));
+}
+
+Tensor TransformerImpl::whole_logits(Tensor logits) const {
+  return tp_ ? tp_->gather_logits(logits, config.vocab_size) : logits;
+}
+
+Tensor TransformerImpl::step_logits(int64_t rows) {
+  return whole_logits((tp_ ? shard_logits_ : buffers_.logits).narrow(0, 0, rows));
 }
 
 Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tensor& slot,
@@ -182,6 +202,11 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
   TORCH_CHECK(b.x.defined(), "setup_caches must be called before step");
   TORCH_CHECK(M >= 1 && M <= kMaxStepRows, "a step has 1 to ", kMaxStepRows, " rows, got ", M);
 
+  // x += a product whose inner dimension is divided among the ranks.
+  const auto add = [&](auto product) {
+    tp_ ? tp_->sum_into(b.x.narrow(0, 0, M), product) : product();
+  };
+
   ops::embed(rows, tok_embeddings->weight, b.x);
   for (auto& layer : layers) {
     AttentionImpl& attention = *layer->attention;
@@ -190,12 +215,16 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
     ops::rms_qkv_rope_append(rows, b.x, layer->attention_norm->weight, config.norm_eps,
                              *attention.wqkv, freqs_cis_, b.q, cache.k_cache, cache.v_cache);
     ops::attention_decode(rows, b.q, cache.k_cache, cache.v_cache, b.partials, b.y);
-    ops::o_proj_residual(M, b.y, *attention.wo, b.x);
+    add([&] { ops::o_proj_residual(M, b.y, *attention.wo, b.x); });
     ops::rms_gate_up_silu(M, b.x, layer->ffn_norm->weight, config.norm_eps, *ffn.w1, *ffn.w3, b.h);
-    ops::down_proj_residual(M, b.h, *ffn.w2, b.x);
+    add([&] { ops::down_proj_residual(M, b.h, *ffn.w2, b.x); });
   }
-  ops::rms_lm_head(M, b.x, norm->weight, config.norm_eps, *output, b.logits);
-  ops::sample(rows, b.logits, params, b.next);
+  ops::rms_lm_head(M, b.x, norm->weight, config.norm_eps, *output, tp_ ? shard_logits_ : b.logits);
+  if (tp_) {
+    tp_->sample(rows, shard_logits_, params, b.logits, b.next);
+  } else {
+    ops::sample(rows, b.logits, params, b.next);
+  }
   return b.next;
 }
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "gptfast/generate.h"
+#include "gptfast/tp.h"
 #include "philox.h"
 
 namespace gptfast {
@@ -76,7 +77,8 @@ Draft DraftModel::draft(std::span<const int32_t> text, int64_t k, const Sampling
   for (int64_t i = 0; i < k; ++i) {
     const Tensor logits = verify(draft_, unseen, cached_)[static_cast<int64_t>(unseen.size()) - 1];
     cached_ += static_cast<int64_t>(unseen.size());
-    const int32_t token = sample_logits(logits, sampling, cached_ - 1);
+    int32_t token = sample_logits(logits, sampling, cached_ - 1);
+    if (draft_->tp() != nullptr) token = draft_->tp()->broadcast({token})[0];
     if (token < 0) break;  // a draft whose logits are NaN proposes nothing more
     if (sampling.temperature > 0) probs.push_back(row_probs(logits, sampling));
     result.tokens.push_back(token);
@@ -121,7 +123,7 @@ Tensor verify(Transformer& model, std::span<const int32_t> tokens, int64_t pos) 
     const int64_t rows = std::min(kMaxStepRows, count - begin);
     model->step(ids.narrow(1, begin, rows).contiguous(), at::full({1}, pos + begin, ints),
                 at::zeros({1}, ints), greedy);
-    logits.push_back(model->step_logits().narrow(0, 0, rows).clone());
+    logits.push_back(model->step_logits(rows).clone());
   }
   return at::cat(logits);
 }

@@ -55,6 +55,11 @@ class StateDict {
 /// `records`, when given, receives the small extra zip records that are ours (see CheckpointWriter::set_record).
 StateDict load_checkpoint(const std::filesystem::path& file, std::map<std::string, std::string>* records = nullptr);
 
+/// Takes the file's pages under `tensor` out of this process's memory, for a tensor of load_checkpoint
+/// (or a view of one) that nobody has written to: it stays valid, and the next read brings the pages
+/// back. No effect on tensors that do not lie in a mapped file.
+void release_pages(const Tensor& tensor);
+
 /// Writes a .pth tensor by tensor, for models larger than memory. Python reads the result with
 /// torch.load(weights_only=True, mmap=True): a plain dict with the keys in the order of add().
 /// Nothing appears under `file` before finish(): a temporary file in the same directory is synced and renamed.

@@ -24,6 +24,7 @@
 namespace gptfast {
 
 class StateDict;
+class TensorParallel;
 
 /// Keys and values of one layer. A slot is one sequence.
 struct KVCache {
@@ -60,6 +61,7 @@ struct ForwardContext {
                  // all is visible
   int64_t used;  // cache positions to attend to: max(input_pos) + 1
   int64_t first_slot;
+  TensorParallel* tp;  // adds up the blocks' parts of the ranks; nullptr on one device
 };
 
 struct AttentionImpl : torch::nn::Module {
@@ -98,7 +100,10 @@ TORCH_MODULE(TransformerBlock);
 /// prefill, evaluation, the yardstick of the tests. step() runs the fused ops on at most
 /// kMaxStepRows rows: decode, short prompts, verification, batches.
 struct TransformerImpl : torch::nn::Module {
-  TransformerImpl(const ModelArgs& config, const SchemeOf& scheme);
+  /// With `tp` the model is one rank's share: `config` is shard_config's, the head has
+  /// tp->head_rows() rows, and forward() and step() are collectives whose results are whole.
+  TransformerImpl(const ModelArgs& config, const SchemeOf& scheme,
+                  std::shared_ptr<TensorParallel> tp = nullptr);
 
   /// Allocates caches for `max_batch_size` slots of `max_seq_length` tokens; keeps larger ones that
   /// exist.
@@ -110,16 +115,18 @@ struct TransformerImpl : torch::nn::Module {
   /// forward() that applies the head to the last position only: [B, V].
   Tensor last_logits(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
   /// One fused step; see ops.h for the rows. Returns the next tokens [B] int32, a view that the
-  /// following step overwrites. step_logits() holds the logits until then.
+  /// following step overwrites. step_logits() gives the logits until then.
   Tensor step(const Tensor& tokens /* [B, S] */, const Tensor& pos /* [B] */,
               const Tensor& slot /* [B] */, const SamplingParams& params);
-  Tensor step_logits() const { return buffers_.logits; }  // [kMaxStepRows, V] float32
+  /// Logits [rows, V] float32 of the last step. A collective where the model has ranks.
+  Tensor step_logits(int64_t rows = kMaxStepRows);
 
   /// Plain ATen everywhere (--reference): forward() uses no matrix kernels of ours and generate()
   /// decodes through forward().
   void set_reference(bool on);
   bool reference() const { return reference_; }
 
+  TensorParallel* tp() const { return tp_.get(); }  // nullptr: the whole model is here
   at::Device device() const { return tok_embeddings->weight.device(); }
   at::ScalarType dtype() const { return tok_embeddings->weight.scalar_type(); }
 
@@ -134,12 +141,15 @@ struct TransformerImpl : torch::nn::Module {
   int64_t max_seq_length = 0;
 
  private:
+  std::shared_ptr<TensorParallel> tp_;
+  Tensor whole_logits(Tensor logits) const;  // of this rank's [..., V / ranks]
   Tensor hidden(const Tensor& idx, const Tensor& input_pos,
                 int64_t first_slot);  // [B, S, D] before the head
 
   bool reference_ = false;
   Tensor freqs_cis_;  // [T, Dh/2, 2] float32, rounded to the model's dtype as the original's table
   StepBuffers buffers_;
+  Tensor shard_logits_;  // [kMaxStepRows, V / ranks] where the model has ranks
 };
 TORCH_MODULE(Transformer);
 
@@ -158,6 +168,7 @@ struct LoadOptions {
   at::Device device = at::kCPU;
   bool reference = false;            ///< --reference
   std::string int4_layout = "auto";  ///< --int4_layout: auto, cuda, cpu-avx512, cpu-avx2 or cpu
+  std::shared_ptr<TensorParallel> tp = nullptr;                    ///< load this rank's share
   std::function<void(int64_t done, int64_t total)> progress = {};  ///< bytes
 };
 

@@ -1,0 +1,4 @@
+// See ../context.h.
+#pragma once
+
+#include <gloo/context.h>
