@@ -132,7 +132,8 @@ Calibration::Calibration(Transformer model, const CalibrationData& data, Checkpo
                                .to(options.device),
               .mask = {},
               .used = length,
-              .first_slot = 0};
+              .first_slot = 0,
+              .tp = nullptr};
 }
 
 std::vector<QuantizedLayer> Calibration::run() {
