@@ -64,7 +64,7 @@ std::vector<std::unique_ptr<OutputFile>> write_side_files(const Import& import,
 void write_model(const Import& import, const fs::path& output, const ConvertOptions& options) {
   const WeightSource& source = import.weights;
   const std::vector<SourceTensor> tensors = arrange(source);
-  const at::ScalarType dtype = options.dtype.value_or(common_dtype(source.file, tensors));
+  const at::ScalarType dtype = options.dtype ? *options.dtype : common_dtype(source.file, tensors);
   int64_t total = 0;
   for (const auto& tensor : tensors) total += static_cast<int64_t>(tensor.bytes);
   const fs::path folder = output.has_parent_path() ? output.parent_path() : fs::path(".");

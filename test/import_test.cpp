@@ -281,7 +281,7 @@ TEST_F(ImportTest, MetaModelParallelParts) {
     }
     write(
         "meta/params.json",
-        R"({"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim_multiplier": 0.6, "multiple_of": 8, "norm_eps": 1e-5, "vocab_size": -1})");
+        R"({"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "ffn_dim_multiplier": 0.57, "multiple_of": 8, "norm_eps": 1e-5, "vocab_size": -1})");
     const StateDict tensors = converted(directory_ / "meta");
     EXPECT_EQ(tensors.size(), 10);
     EXPECT_TRUE(at::equal(tensors.at("layers.0.attention.wqkv.weight"),
