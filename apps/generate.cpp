@@ -160,7 +160,7 @@ void print_json(int64_t sample, const Prompt& prompt, const GenerateResult& resu
         {"bandwidth_gb_s", bandwidth_gb_s(model, result)},
         {"model_bytes", model_bytes(model)},
         {"accept_counts", result.accept_counts},
-        {"path", model.reference() ? "reference" : ops::path(model.device())},
+        {"path", model.reference() ? "reference" : ops::path(model.device(), model.dtype())},
     };
     std::cout << line.dump() << std::endl;
   }

@@ -9,6 +9,9 @@
 
 #include "gptfast/speculative.h"
 #include "gptfast/tp.h"
+#ifdef GPTFAST_CUDA
+#include "gptfast/decode_graph.h"
+#endif
 
 namespace gptfast {
 namespace {
@@ -170,6 +173,20 @@ void decode_n_tokens(Decoder& decoder, std::vector<int32_t> token, int64_t pos, 
   }
 }
 
+#ifdef GPTFAST_CUDA
+/// The same as one captured step after another: the next one is on its way before the host sees a
+/// token.
+void decode_n_tokens(DecodeGraph& graph, const std::vector<int32_t>& token, int64_t pos,
+                     int64_t count, const SamplingParams& params, RowCollector& collector) {
+  graph.start(token, pos, params);
+  if (count > 0) graph.launch();
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + 1 < count) graph.launch();
+    if (!collector.push(graph.read(), pos + i)) break;
+  }
+}
+#endif
+
 /// Rounds of draft, verification and acceptance until max_new_tokens are there (`first`, sampled by
 /// the prefill, counts). Returns how many rounds added i + 1 tokens, for each i.
 std::vector<int64_t> decode_speculatively(Transformer& model, const std::vector<int32_t>& prompt,
@@ -299,6 +316,11 @@ GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
       if (go_on && is_speculative(options)) {
         result.accept_counts = decode_speculatively(model, prompt, next[0], max_new_tokens, options,
                                                     collector, fed_logits);
+#ifdef GPTFAST_CUDA
+      } else if (go_on && !options.return_logits && !model->reference() &&
+                 DecodeGraph::supported(*model)) {
+        decode_n_tokens(model->decode_graph(B), next, T, max_new_tokens - 1, params, collector);
+#endif
       } else if (go_on) {
         decode_n_tokens(decoder, next, T, max_new_tokens - 1, options, collector, fed_logits);
       }

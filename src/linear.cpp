@@ -5,6 +5,9 @@
 #include "gptfast/checkpoint.h"
 #include "gptfast/ops.h"
 #include "int4_layout.h"
+#ifdef GPTFAST_CUDA
+#include "ops/cuda/step_ops.h"
+#endif
 
 namespace gptfast {
 WeightFormat floating_format(at::ScalarType dtype, const std::string& name) {
@@ -75,7 +78,13 @@ Tensor LinearImpl::forward(const Tensor& x) {
     case WeightFormat::kInt8:
       return at::linear(x, weight.to(x.scalar_type())) * scales;
     case WeightFormat::kInt4:
-      return at::linear(x.to(at::kFloat), dequantize()).to(x.scalar_type());
+#ifdef GPTFAST_CUDA
+      // On a GPU the packed form is what there is; products run in x's dtype, as for the other
+      // formats.
+      if (!reference && packed_.defined() && packed_.is_cuda() && x.scalar_type() != at::kFloat)
+        return at::linear(x, ops::cuda::unpack_int4(view(), x.device(), x.scalar_type()));
+#endif
+      return at::linear(x.to(at::kFloat), dequantize().to(x.device())).to(x.scalar_type());
     default:
       return at::linear(x, weight);
   }
@@ -114,6 +123,15 @@ void LinearImpl::prepare(at::Device device) {
   if (scheme.format == WeightFormat::kInt4) packed_ = ops::pack_int4(int4_weight(), device);
   if (scheme.format == WeightFormat::kInt8)
     kernel_scales_ = scales.to(device, at::kFloat).contiguous();
+}
+
+void LinearImpl::copy_from(const LinearImpl& other) {
+  scheme = other.scheme;
+  weight.set_data(other.weight);
+  if (other.scales.defined()) scales.set_data(other.scales);
+  if (other.scales_and_zeros.defined()) scales_and_zeros.set_data(other.scales_and_zeros);
+  if (other.packed_.defined()) packed_ = other.packed_.clone();
+  kernel_scales_ = other.kernel_scales_;
 }
 
 WeightView LinearImpl::view() const {

@@ -3,9 +3,15 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+#include <map>
+
 #include "gptfast/model.h"
 #include "gptfast/tp.h"
 #include "int4_layout.h"
+#ifdef GPTFAST_CUDA
+#include "ops/cuda/upload.h"
+#endif
 
 namespace gptfast {
 namespace {
@@ -54,6 +60,11 @@ void assign(Tensor& registered, const Tensor& value) {
 
 /// Moves every tensor of `tensors` into the module of the same name.
 void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOptions& options) {
+#ifdef GPTFAST_CUDA
+  std::optional<cuda::Uploader> uploader;
+  std::vector<Tensor> sent;  // the uploader still reads these
+  if (options.device.is_cuda()) uploader.emplace(options.device);
+#endif
   int64_t total = 0, done = 0;
   for (const auto& [name, tensor] : tensors) total += static_cast<int64_t>(tensor.nbytes());
   const auto load = [&](const std::string& name, Tensor& registered) {
@@ -62,16 +73,27 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
     const bool is_file_int4 = value.scalar_type() == at::kInt || value.scalar_type() == at::kByte;
     if (value.is_floating_point() && !name.ends_with(".scales_and_zeros"))
       value = value.to(options.precision);
+#ifdef GPTFAST_CUDA
+    if (uploader && !is_file_int4 && value.is_same(source) && source.is_contiguous()) {
+      sent.push_back(source);
+      value = uploader->upload(source);
+    }
+#endif
     // The file's int4 words stay mapped: only the packed form made by Linear::prepare is read on
     // the device.
     if (!is_file_int4) value = value.to(options.device);
     assign(registered, value.contiguous());
-    if (registered.storage().data() != source.storage().data()) release_pages(source);
+    const bool reading = value.is_cuda() && value.scalar_type() == source.scalar_type();
+    if (registered.storage().data() != source.storage().data() && !reading) release_pages(source);
     done += static_cast<int64_t>(value.nbytes());
     if (options.progress) options.progress(std::min(done, total), total);
   };
   for (auto& parameter : model.named_parameters()) load(parameter.key(), parameter.value());
   for (auto& buffer : model.named_buffers()) load(buffer.key(), buffer.value());
+#ifdef GPTFAST_CUDA
+  if (uploader) uploader->finish();
+  for (const Tensor& source : sent) release_pages(source);
+#endif
   for (const auto& module : model.modules()) {
     if (auto* linear = module->as<LinearImpl>()) linear->prepare(options.device);
   }
@@ -182,8 +204,20 @@ Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::Scala
   };
   Transformer model(config, scheme_of);
   const auto options = at::TensorOptions(device).dtype(precision);
+  // int4 words are drawn and packed on the host: on a GPU, layers of one shape repeat the first
+  // one's values.
+  std::map<std::pair<int64_t, int64_t>, const LinearImpl*> int4_layers;
   for (const auto& module : model->modules()) {
-    if (auto* linear = module->as<LinearImpl>()) randomize(*linear, precision, device);
+    if (auto* linear = module->as<LinearImpl>()) {
+      const LinearImpl*& first = int4_layers[{linear->out_features, linear->in_features}];
+      const bool repeat = device.is_cuda() && linear->scheme.format == WeightFormat::kInt4;
+      if (repeat && first != nullptr) {
+        linear->copy_from(*first);
+      } else {
+        randomize(*linear, precision, device);
+        first = linear;
+      }
+    }
     if (auto* norm = module->as<RMSNormImpl>())
       assign(norm->weight, at::ones({config.dim}, options));
     if (auto* embedding = module->as<EmbeddingImpl>()) {

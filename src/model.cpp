@@ -134,6 +134,7 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
   if (max_batch_size >= batch_size && max_seq_length >= seq_length) return;
   max_batch_size = std::max(max_batch_size, batch_size);
   max_seq_length = std::max(max_seq_length, find_multiple(seq_length, 8));
+  decode_graph_.reset();
   const auto options = at::TensorOptions(device()).dtype(dtype());
   for (auto& layer : layers) {
     KVCache& cache = layer->attention->kv_cache;

@@ -81,6 +81,9 @@ struct LinearImpl : torch::nn::Module {
   /// Called once after the tensors are loaded: makes what kernels on `device` want (int4 packing,
   /// fp32 int8 scales).
   void prepare(at::Device device);
+  /// Takes the weight of `other`, a prepared layer of the same shape and scheme; the kernels' copy
+  /// is one of its own.
+  void copy_from(const LinearImpl& other);
   /// Valid after prepare().
   WeightView view() const;
 

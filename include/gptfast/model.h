@@ -23,6 +23,7 @@
 
 namespace gptfast {
 
+class DecodeGraph;
 class StateDict;
 class TensorParallel;
 
@@ -120,6 +121,9 @@ struct TransformerImpl : torch::nn::Module {
               const Tensor& slot /* [B] */, const SamplingParams& params);
   /// Logits [rows, V] float32 of the last step. A collective where the model has ranks.
   Tensor step_logits(int64_t rows = kMaxStepRows);
+  /// CUDA builds: the captured step for `batch_size` rows of one token, kept until the caches
+  /// change.
+  DecodeGraph& decode_graph(int64_t batch_size);
 
   /// Plain ATen everywhere (--reference): forward() uses no matrix kernels of ours and generate()
   /// decodes through forward().
@@ -150,6 +154,8 @@ struct TransformerImpl : torch::nn::Module {
   Tensor freqs_cis_;  // [T, Dh/2, 2] float32, rounded to the model's dtype as the original's table
   StepBuffers buffers_;
   Tensor shard_logits_;  // [kMaxStepRows, V / ranks] where the model has ranks
+  std::shared_ptr<DecodeGraph> decode_graph_;
+  int64_t decode_graph_batch_ = 0;
 };
 TORCH_MODULE(Transformer);
 

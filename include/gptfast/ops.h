@@ -39,7 +39,7 @@ struct StepBuffers {
   Tensor h;         ///< [kMaxStepRows, I] silu(w1 x) * (w3 x)
   Tensor logits;    ///< [kMaxStepRows, V]
   Tensor partials;  ///< [kMaxStepRows, H, ceil(T / kAttentionSplit), Dh + 2] partial attention:
-                    ///< output, max, sum
+                    ///< output, max, sum; on CUDA one split more, zero before the first step
   Tensor next;      ///< [kMaxStepRows] int32 sampled tokens
 };
 
@@ -48,7 +48,7 @@ namespace ops {
 /// The kernels that run for `device`: "cuda", "avx512", "avx2", "portable" or "reference".
 /// GPTFAST_CPU=portable|avx2|avx512|reference in the environment caps the CPU path (for tests and
 /// bug reports).
-const char* path(at::Device device);
+const char* path(at::Device device, at::ScalarType dtype = at::kBFloat16);
 
 StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device);
 

@@ -28,7 +28,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 /// Each row by a product of its own: a matrix product's order of summation may depend on the number
 /// of rows.
 Tensor rowwise_linear(const Tensor& x /* [M, K] */, const LinearImpl& linear) {
-  const Tensor weight = linear.dequantize();
+  const Tensor weight = linear.dequantize().to(x.device());  // int4 files stay on the host
   std::vector<Tensor> rows;
   for (int64_t r = 0; r < x.size(0); ++r) rows.push_back(at::linear(x.narrow(0, r, 1), weight));
   return at::cat(rows);

@@ -18,6 +18,9 @@
 #include "gptfast/generate.h"
 #include "gptfast/threads.h"
 #include "ops/cpu/thread_pool.h"
+#ifdef GPTFAST_CUDA
+#include "bench/cuda_read.h"
+#endif
 
 namespace gptfast::app {
 namespace {
@@ -60,10 +63,11 @@ read_all(const std::byte* data, int64_t bytes) {
   return ((sums[0] ^ sums[1]) ^ (sums[2] ^ sums[3]))[0];
 }
 
-/// The denominator: what the pool's threads reach when they do nothing but read.
+/// The denominator: what the pool's threads, or the GPU, reach when they do nothing but read.
 class PlainRead {
  public:
-  PlainRead() {
+  explicit PlainRead(at::Device device) : device_(device) {
+    if (device_.is_cuda()) return;
     void* memory =
         mmap(nullptr, kReadBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(memory != MAP_FAILED, "cannot allocate ", kReadBytes >> 20,
@@ -72,12 +76,20 @@ class PlainRead {
     data_ = static_cast<std::byte*>(memory);
     std::fill_n(data_, kReadBytes, std::byte{1});
   }
-  ~PlainRead() { munmap(data_, kReadBytes); }
+  ~PlainRead() {
+    if (data_ != nullptr) munmap(data_, kReadBytes);
+  }
   PlainRead(const PlainRead&) = delete;
   PlainRead& operator=(const PlainRead&) = delete;
 
   /// Bytes per second of one pass.
   double measure() {
+#ifdef GPTFAST_CUDA
+    if (device_.is_cuda()) {  // alone on its memory: once is enough
+      if (cuda_bandwidth_ == 0) cuda_bandwidth_ = cuda_read_bandwidth();
+      return cuda_bandwidth_;
+    }
+#endif
     cpu::ThreadPool& pool = cpu::ThreadPool::get();
     const auto start = Clock::now();
     pool.run([&](int /*thread*/) noexcept {
@@ -90,7 +102,9 @@ class PlainRead {
   }
 
  private:
-  std::byte* data_;
+  at::Device device_;
+  std::byte* data_ = nullptr;
+  double cuda_bandwidth_ = 0;
   std::atomic<uint64_t> checksum_{0};  // keeps the reads
 };
 
@@ -137,7 +151,7 @@ CommandLine command_line() {
   flags.integer("groupsize", "columns that share a scale; int4 only: 32, 64, 128 or 256", 32, 32,
                 256);
   flags.text("checkpoint_path", "measure this file instead of random weights");
-  flags.choice("device", "where to run", "cpu", {"cpu"});
+  flags.text("device", "cpu, cuda or cuda:N", "cpu");
   flags.integer("prompt_tokens", "length of the prompt", 5, 1, INT32_MAX);
   flags.integer("new_tokens", "tokens to generate", 200, 2, INT32_MAX);
   flags.integer("batch_size", "rows", 1, 1, kMaxStepRows);
@@ -146,12 +160,12 @@ CommandLine command_line() {
   return flags;
 }
 
-Transformer make_model(const CommandLine& flags) {
+Transformer make_model(const CommandLine& flags, at::Device device) {
   if (flags.given("checkpoint_path")) {
     return load_model(flags.get_text("checkpoint_path"),
                       {.config = flags.given("config") ? flags.get_text("config") : "",
                        .precision = at::kBFloat16,
-                       .device = at::kCPU,
+                       .device = device,
                        .reference = false,
                        .progress = {}});
   }
@@ -161,7 +175,7 @@ Transformer make_model(const CommandLine& flags) {
                      ", expected 32, 64, 128 or 256");
   }
   return random_model(ModelArgs::from_name(flags.get_text("config")), scheme_of(flags),
-                      at::kBFloat16, at::kCPU, /*seed=*/1);
+                      at::kBFloat16, device, /*seed=*/1);
 }
 
 /// What the rounds gave.
@@ -212,7 +226,7 @@ nlohmann::ordered_json report(const CommandLine& flags, const TransformerImpl& m
   out["scheme"] = to_string(model.layers[0]->attention->wqkv->scheme.format);
   if (const int64_t groupsize = model.layers[0]->attention->wqkv->scheme.groupsize)
     out["groupsize"] = groupsize;
-  out["path"] = ops::path(at::kCPU);
+  out["path"] = ops::path(model.device(), model.dtype());
   out["num_threads"] = num_threads();
   out["prompt_tokens"] = flags.get_integer("prompt_tokens");
   out["new_tokens"] = flags.get_integer("new_tokens");
@@ -255,10 +269,11 @@ int bench_decode(int argc, char** argv) {
   if (!flags.parse(argc, argv)) return 0;
   const c10::InferenceMode guard;
   set_num_threads(static_cast<int>(flags.get_integer("num_threads")));
-  Transformer model = make_model(flags);
+  const at::Device device = parse_device(flags.get_text("device"));
+  PlainRead read(device);
+  read.measure();  // before the model takes the memory
+  Transformer model = make_model(flags, device);
   const int64_t bytes = streamed_bytes(*model);
-  PlainRead read;
-  read.measure();
   Samples samples;
   for (int round = 0; round < kRounds; ++round) measure_round(model, flags, read, bytes, samples);
   const nlohmann::ordered_json out = report(flags, *model, bytes, samples);

@@ -1,0 +1,42 @@
+// One decode step - embedding to sampled token - as one CUDA graph, replayed without the host:
+// token, position and settings live on the device, and the host reads tokens one step behind.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "gptfast/model.h"
+#include "gptfast/sampling.h"
+
+namespace gptfast {
+
+/// Captured for one model, its caches as they are, and one batch size. The model must be
+/// supported() and outlive the graph.
+class DecodeGraph {
+ public:
+  /// True if every op of a step of `model` is a kernel on its device.
+  static bool supported(TransformerImpl& model);
+
+  DecodeGraph(TransformerImpl& model, int64_t batch_size);
+  ~DecodeGraph();
+  DecodeGraph(const DecodeGraph&) = delete;
+  DecodeGraph& operator=(const DecodeGraph&) = delete;
+
+  /// The next launch feeds `tokens` [B] at position `pos`. Steps launched before and not read are
+  /// dropped.
+  void start(const std::vector<int32_t>& tokens, int64_t pos, const SamplingParams& params);
+  /// Enqueues one step; each feeds the tokens that the one before sampled. At most kMaxAhead steps
+  /// may be unread.
+  void launch();
+  /// Waits for the oldest step that was not read: its sampled tokens [B].
+  std::vector<int32_t> read();
+
+  static constexpr int64_t kMaxAhead = 4;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace gptfast

@@ -1,0 +1,126 @@
+#include "gptfast/decode_graph.h"
+
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <array>
+
+#include "ops/cuda/kernels.h"
+#include "ops/cuda/step_ops.h"
+
+namespace gptfast {
+
+struct DecodeGraph::State {
+  State(TransformerImpl& model, int64_t batch_size)
+      : model(model),
+        stream(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, model.device().index())) {
+    const auto ints = at::TensorOptions(model.device()).dtype(at::kInt);
+    tokens = at::zeros({batch_size, 1}, ints);
+    pos = at::zeros({batch_size}, ints);
+    slot = at::arange(batch_size, ints);
+    step = at::zeros({1}, ints);
+    params = {.temperature = at::zeros({batch_size}, ints.dtype(at::kFloat)),
+              .top_k = at::zeros({batch_size}, ints),
+              .seed = at::zeros({batch_size}, ints.dtype(at::kLong))};
+    history =
+        at::empty({kMaxAhead, batch_size}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  }
+  ~State() {
+    if (exec != nullptr) cudaGraphExecDestroy(exec);
+  }
+
+  /// One step on the current stream.
+  void run_step() {
+    const Tensor next = model.step(tokens, pos, slot, params);
+    C10_CUDA_CHECK(cuda::advance({.stream = stream.stream(), .pdl = false},
+                                 {.next = next.const_data_ptr<int32_t>(),
+                                  .rows = static_cast<int>(pos.numel()),
+                                  .tokens = tokens.mutable_data_ptr<int32_t>(),
+                                  .pos = pos.mutable_data_ptr<int32_t>(),
+                                  .step = step.mutable_data_ptr<int32_t>(),
+                                  .history = history.mutable_data_ptr<int32_t>(),
+                                  .history_steps = static_cast<int>(kMaxAhead)}));
+  }
+
+  void capture() {
+    cudaGraph_t graph = nullptr;
+    C10_CUDA_CHECK(cudaStreamBeginCapture(stream.stream(), cudaStreamCaptureModeThreadLocal));
+    run_step();
+    C10_CUDA_CHECK(cudaStreamEndCapture(stream.stream(), &graph));
+    const cudaError_t error = cudaGraphInstantiate(&exec, graph, /*flags=*/0);
+    cudaGraphDestroy(graph);
+    C10_CUDA_CHECK(error);
+  }
+
+  TransformerImpl& model;
+  c10::cuda::CUDAStream stream;
+  Tensor tokens, pos, slot, step, history;
+  SamplingParams params;
+  cudaGraphExec_t exec = nullptr;
+  int64_t launched = 0, done = 0;
+  std::array<at::cuda::CUDAEvent, kMaxAhead> events;
+};
+
+bool DecodeGraph::supported(TransformerImpl& model) {
+  return ops::cuda::supports(model);
+}
+
+DecodeGraph::DecodeGraph(TransformerImpl& model, int64_t batch_size)
+    : state_(std::make_unique<State>(model, batch_size)) {}
+
+DecodeGraph::~DecodeGraph() = default;
+
+DecodeGraph& TransformerImpl::decode_graph(int64_t batch_size) {
+  if (!decode_graph_ || decode_graph_batch_ != batch_size) {
+    decode_graph_ = std::make_shared<DecodeGraph>(*this, batch_size);
+    decode_graph_batch_ = batch_size;
+  }
+  return *decode_graph_;
+}
+
+void DecodeGraph::start(const std::vector<int32_t>& tokens, int64_t pos,
+                        const SamplingParams& params) {
+  State& s = *state_;
+  const c10::cuda::CUDAStreamGuard guard(s.stream);
+  at::cuda::CUDAEvent before;  // the prompt ran on the caller's stream
+  before.record(c10::cuda::getDefaultCUDAStream(s.stream.device_index()));
+  before.block(s.stream);
+  s.params.temperature.copy_(params.temperature);
+  s.params.top_k.copy_(params.top_k);
+  s.params.seed.copy_(params.seed);
+  const auto reset = [&] {
+    s.tokens.copy_(at::tensor(tokens, at::kInt).unsqueeze(1));
+    s.pos.fill_(pos);
+    s.step.zero_();
+  };
+  reset();
+  if (s.exec == nullptr) {
+    s.run_step();  // loads the kernels, which a capture must not do; the replay writes the same
+                   // again
+    s.capture();
+    reset();
+  }
+  s.launched = s.done = 0;
+}
+
+void DecodeGraph::launch() {
+  State& s = *state_;
+  TORCH_CHECK(s.launched - s.done < kMaxAhead, "more than ", kMaxAhead, " unread decode steps");
+  const c10::cuda::CUDAGuard guard(s.stream.device_index());
+  C10_CUDA_CHECK(cudaGraphLaunch(s.exec, s.stream.stream()));
+  s.events[static_cast<size_t>(s.launched++ % kMaxAhead)].record(s.stream);
+}
+
+std::vector<int32_t> DecodeGraph::read() {
+  State& s = *state_;
+  TORCH_CHECK(s.done < s.launched, "read() without an unread decode step");
+  const int64_t at = s.done++ % kMaxAhead;
+  s.events[static_cast<size_t>(at)].synchronize();
+  const int32_t* row = s.history.const_data_ptr<int32_t>() + at * s.history.size(1);
+  return {row, row + s.history.size(1)};
+}
+
+}  // namespace gptfast

@@ -1,0 +1,44 @@
+// Launching a kernel of a step.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "ops/cuda/kernels.h"
+
+namespace gptfast::cuda {
+
+template <typename... Params, typename... Args>
+inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...), dim3 grid,
+                                 int threads, int shared_bytes, const Args&... args) {
+  if (shared_bytes > 48 * 1024) {  // what a block may have without asking
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  // All kernels of a step ask for the same split of an SM's memory, or they could not be resident
+  // together.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                           cudaSharedmemCarveoutMaxShared);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = launch.stream;
+  config.attrs = &attribute;
+  config.numAttrs = launch.pdl ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+inline cudaError_t multiprocessors(int& count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
+
+}  // namespace gptfast::cuda

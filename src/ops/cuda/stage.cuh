@@ -1,0 +1,591 @@
+// The linear stages of a decode step: y = f(x) w^T with what comes before and after fused in. One
+// kernel per (weight format, stage); the formats differ in formats.cuh only.
+//
+// A block owns one SM's share of the 16-row tiles. Its warps split the columns of a tile; each warp
+// streams its own units through a private ring in shared memory by asynchronous copies, so the
+// stream needs no barrier: a lane reads back what it copied. Blocks are small enough that those of
+// the next stages are resident while this one runs: they fill their rings before they wait for
+// their predecessor (PDL), which keeps the memory busy across the dependency.
+#pragma once
+
+#include <algorithm>
+
+#include "ops/cuda/device.cuh"
+#include "ops/cuda/formats.cuh"
+#include "ops/cuda/launch.cuh"
+
+namespace gptfast::cuda {
+
+enum class Stage { kQkv, kResidual, kGateUp, kHead };
+
+// Measured on an H200 with Llama-2-7B, M = 1: 8 warps, 72 KB, two resident blocks beat 12 and 16
+// warps, 48 KB with three and 80 KB. Two blocks of successive stages and one of attention
+// (attention.cu) fill an SM's registers: 80 a thread, which is what three blocks would have.
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kRegisterBlocks = 3;
+constexpr int kRingBytes = 72 * 1024;  // of a block
+
+struct StageArgs {
+  StageInput in;
+  Weight w;
+  RowMap map;
+  Cache cache;
+  const float* freqs_cis;
+  float* out;
+  int first_row;  // of the step, where rows go in several launches
+  int units;      // of a tile
+  int tiles;
+  int batch;     // tiles of a block between two reductions, at most kWarps
+  int padded_k;  // multiple of kChunk
+  int norm_bytes;
+};
+
+/// Offsets in dynamic shared memory; the same on host and device.
+struct SharedLayout {
+  int values, pitch, scales, sums, sums_pitch, norm, partial, squares, total;
+};
+
+template <class W>
+__host__ __device__ constexpr int ring_depth() {
+  return kRingBytes / kWarps / W::kSlotBytes;
+}
+
+template <class W>
+__device__ inline uint32_t next_slot(uint32_t slot, uint32_t ring) {
+  const uint32_t next = slot + W::kSlotBytes;
+  return next == ring + static_cast<uint32_t>(ring_depth<W>() * W::kSlotBytes) ? ring : next;
+}
+
+constexpr int kPartialBytes = kWarps * kTileRows * 4;  // sums of a tile and an input row
+
+template <class W>
+__host__ __device__ inline SharedLayout shared_layout(int rows, int padded_k, int batch,
+                                                      int norm_bytes) {
+  SharedLayout s{};
+  s.values = kWarps * ring_depth<W>() * W::kSlotBytes;
+  s.pitch = padded_k / W::kUnitColumns * kUnitXBytes + 64;
+  s.scales = s.values + W::kParts * rows * s.pitch;
+  s.sums = s.scales + (W::kInteger ? padded_k / kChunk * 8 * 4 : 0);
+  s.sums_pitch = padded_k / kChunk * 16 + 16;
+  s.norm = s.sums + (W::kGroup > 0 ? 2 * rows * s.sums_pitch : 0);
+  s.partial = s.norm + norm_bytes;
+  s.squares = s.partial + batch * rows * kPartialBytes;
+  s.total = s.squares + kWarps * rows * 4;
+  return s;
+}
+
+/// The units of a tile that a warp multiplies: first, first + kWarps, ... The first one moves from
+/// tile to tile, so that all warps get as many.
+__device__ inline int first_unit(int warp, int tile, int units) {
+  return (warp + tile * (kWarps - units % kWarps)) % kWarps;
+}
+
+template <class W>
+__device__ inline int row_bytes(const StageArgs& a) {
+  return a.w.k * (kUnitXBytes / W::kUnitColumns);
+}
+
+/// One warp's requests for weights, in the order in which it multiplies them.
+template <class W, Stage S>
+struct Stream {
+  const StageArgs& a;
+  const uint64_t policy;
+  const uint32_t ring;  // where this lane writes in the first slot
+  const int warp, lane;
+  uint32_t slot;  // and in the oldest slot
+  int tile, unit = 0;
+  const uint8_t* half0 = nullptr;  // this lane's bytes of rows 0-7 of the unit
+  const uint8_t* half1 = nullptr;  // and of rows 8-15
+  int next0 = 0;                   // row-major: from a lane's row to its other one, 4 further
+  int next1 = 0;
+
+  __device__ Stream(const StageArgs& args, uint32_t ring_base, int warp_index, int lane_index)
+      : a(args),
+        policy(evict_first_policy()),
+        ring(ring_base + W::write_offset(lane_index)),
+        warp(warp_index),
+        lane(lane_index),
+        slot(ring),
+        tile(static_cast<int>(blockIdx.x)) {
+    open_tile();
+  }
+
+  /// Finds the next tile from `tile` on with units for this warp. A gated pair's tile has 8 rows of
+  /// each weight; rows past the end repeat the last one and their results are dropped.
+  __device__ void open_tile() {
+    for (; tile < a.tiles; tile += static_cast<int>(gridDim.x)) {
+      unit = first_unit(warp, tile, a.units);
+      if (unit < a.units) break;
+    }
+    if (tile >= a.tiles) return;
+    constexpr bool kGated = S == Stage::kGateUp;
+    const uint8_t* data0 = static_cast<const uint8_t*>(a.w.data);
+    const uint8_t* data1 = kGated ? static_cast<const uint8_t*>(a.w.data2) : data0;
+    if constexpr (W::kGroup > 0) {
+      const int64_t bytes = a.units * W::kHalfBytes;
+      half0 = data0 + bytes * (kGated ? tile : 2 * tile) + lane * 16;
+      half1 = data1 + bytes * (kGated ? tile : 2 * tile + 1) + lane * 16;
+    } else {
+      const int pitch = row_bytes<W>(a);
+      const int last = a.w.n - 1;
+      const int row0 = min(tile * (kGated ? 8 : 16) + (lane >> 3), last);
+      const int row1 = kGated ? row0 : min(row0 + 8, last);
+      half0 = data0 + static_cast<int64_t>(row0) * pitch + (lane & 7) * 16;
+      half1 = data1 + static_cast<int64_t>(row1) * pitch + (lane & 7) * 16;
+      next0 = min(4, last - row0) * pitch;
+      next1 = min(4, last - row1) * pitch;
+    }
+    half0 += unit * W::kUnitStep;
+    half1 += unit * W::kUnitStep;
+  }
+
+  /// Requests the next unit into the oldest slot. Always commits a group, so that the number in
+  /// flight is known.
+  __device__ void request() {
+    if (tile < a.tiles) {
+      copy();
+      unit += kWarps;
+      half0 += kWarps * W::kUnitStep;
+      half1 += kWarps * W::kUnitStep;
+      if (unit >= a.units) {
+        tile += static_cast<int>(gridDim.x);
+        open_tile();
+      }
+    }
+    commit_copies();
+    slot = next_slot<W>(slot, ring);
+  }
+
+  __device__ void copy() const {
+    if constexpr (W::kGroup == 0) {  // 8 lanes a row: whole 128-byte lines
+      const bool in = unit * kUnitXBytes + (lane & 7) * 16 < row_bytes<W>(a);
+      const int back = in ? 0 : -unit * kUnitXBytes;
+      copy_async16(slot, half0 + back, in, policy);
+      copy_async16(slot + 512, half0 + back + next0, in, policy);
+      copy_async16(slot + 1024, half1 + back, in, policy);
+      copy_async16(slot + 1536, half1 + back + next1, in, policy);
+    } else {
+      copy_async16(slot, half0, true, policy);
+      copy_async16(slot + W::kHalfBytes, half1, true, policy);
+      constexpr int kLanes = (W::kHalfBytes - 512) / 16;  // that copy a half's groups
+      if (lane < 2 * kLanes) {
+        const bool second = lane >= kLanes;
+        const int shift = 512 - (second ? kLanes * 16 : 0);
+        copy_async16(slot + (second ? W::kHalfBytes : 0) + shift, (second ? half1 : half0) + shift,
+                     true, policy);
+      }
+    }
+  }
+};
+
+__device__ inline uint32_t low_bytes(const uint32_t (&v)[4]) {
+  return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+}
+
+/// Converts four columns of an input row and stores them if `in`. c: chunk, m: row.
+template <class W>
+__device__ inline void store_input(uint8_t* shared, const SharedLayout& s, int rows, int m, int c,
+                                   int lane, bool in_row, float4 v) {
+  if constexpr (!W::kInteger) {
+    const uint2 packed = {W::convert2(v.x, v.y), W::convert2(v.z, v.w)};
+    if (in_row) {
+      *reinterpret_cast<uint2*>(shared + s.values + m * s.pitch + (c * kChunk + lane * 4) * 2) =
+          packed;
+    }
+  } else {
+    const float in[4] = {v.x, v.y, v.z, v.w};
+    uint32_t bits = 0;  // of the largest |x|; as integers NaN is above infinity, so it is kept
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(in[i]) & 0x7fffffffU);
+    const float top = __uint_as_float(__reduce_max_sync(0xffffffffU, bits));
+    const float inverse = top > 1e-30F ? __fdividef(127.0F, top) : 0.0F;
+    uint32_t hi_bits[4];
+    uint32_t lo_bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // adding kMagic rounds; the low byte is the integer
+      const float hi = __fmaf_rn(in[i], inverse, kMagic);
+      const float rest = __fmaf_rn(in[i], inverse, kMagic - hi);
+      hi_bits[i] = __float_as_uint(hi);
+      lo_bits[i] = __float_as_uint(__fmaf_rn(rest, 254.0F, kMagic));
+    }
+    const uint32_t hi = low_bytes(hi_bits);
+    const uint32_t lo = low_bytes(lo_bits);
+    const int position = c * kChunk + W::word_position(lane) * 4;
+    float* scales = reinterpret_cast<float*>(shared + s.scales) + c * 8;
+    if (in_row) {
+      *reinterpret_cast<uint32_t*>(shared + s.values + m * s.pitch + position) = hi;
+      *reinterpret_cast<uint32_t*>(shared + s.values + (rows + m) * s.pitch + position) = lo;
+      if (lane == 0) scales[m] = top * (W::kInputScale / 127.0F);
+      if (lane == 1 && rows <= 4) scales[m + 4] = top * (W::kInputScale / 127.0F);
+    }
+  }
+  if constexpr (W::kGroup > 0) {
+    float sum = (v.x + v.y) + (v.z + v.w);
+#pragma unroll
+    for (int offset = 1; offset < W::kGroup / 4; offset *= 2) {
+      sum += __shfl_xor_sync(0xffffffffU, sum, offset);
+    }
+    if (in_row && lane % (W::kGroup / 4) == 0) {
+      const int position = c * 16 + W::sum_position(lane / (W::kGroup / 4)) * 2;
+      const __nv_bfloat16 hi = __float2bfloat16_rn(sum);
+      const __nv_bfloat16 lo = __float2bfloat16_rn(sum - __bfloat162float(hi));
+      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + m * s.sums_pitch + position) = hi;
+      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + (rows + m) * s.sums_pitch + position) =
+          lo;
+    }
+  }
+}
+
+/// The columns of the zeros' products that no group fills.
+template <class W>
+__device__ inline void clear_sums(uint8_t* shared, const SharedLayout& s, int rows) {
+  if constexpr (W::kGroup > 0) {
+    const int words = 2 * rows * s.sums_pitch / 4;
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += kThreads) {
+      *reinterpret_cast<uint32_t*>(shared + s.sums + i * 4) = 0;
+    }
+    __syncthreads();
+  }
+}
+
+/// Requests the norm's weight, which no kernel writes: each lane copies what it will read.
+template <class W>
+__device__ inline void request_norm(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
+                                    int warp, int lane) {
+  const uint32_t base = shared_address(shared) + s.norm;
+  const uint8_t* from = static_cast<const uint8_t*>(a.in.norm_weight);
+  for (int k = warp * kChunk + lane * 4; k < a.w.k; k += kWarps * kChunk) {
+    if (a.in.norm_type == Scalar::kFloat32) {
+      copy_async16(base + k * 4, from + k * 4, true, evict_first_policy());
+    } else {
+      copy_async8(base + k * 2, from + k * 2);
+    }
+  }
+  commit_copies();
+}
+
+/// x, times the norm's weight if there is one, into shared memory; the sums of squares of each
+/// warp's columns beside it. The norm's factor 1 / rms is applied to the results, so nothing here
+/// waits for the whole row. A warp converts the chunks warp, warp + kWarps, ... of every row.
+template <class W, bool Norm>
+__device__ inline void load_input(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
+                                  int warp, int lane) {
+  constexpr int kBatch = 4;  // independent loads and conversions in flight
+  const int chunks = a.padded_k / kChunk;
+  const int rounds = (chunks + kWarps * kBatch - 1) / (kWarps * kBatch);  // of a row
+  const auto read = [&](int item, float4(&x)[kBatch]) {
+    const int first = warp + item % rounds * (kWarps * kBatch);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int k = (first + i * kWarps) * kChunk + lane * 4;
+      const float* row = a.in.x + static_cast<int64_t>(item / rounds) * a.w.k;
+      x[i] = k < a.w.k && item < rounds * a.in.rows
+                 ? __ldcg(reinterpret_cast<const float4*>(row + k))
+                 : float4{0, 0, 0, 0};
+    }
+  };
+  float4 x[kBatch];
+  read(0, x);
+  float sum = 0;
+  for (int item = 0; item < rounds * a.in.rows; ++item) {
+    float4 next[kBatch];
+    read(item + 1, next);
+    const int m = item / rounds;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = warp + (item % rounds * kBatch + i) * kWarps;
+      float4 v = x[i];
+      if constexpr (Norm) {
+        sum = __fmaf_rn(v.x, v.x, sum);
+        sum = __fmaf_rn(v.y, v.y, sum);
+        sum = __fmaf_rn(v.z, v.z, sum);
+        sum = __fmaf_rn(v.w, v.w, sum);
+        const int k = c * kChunk + lane * 4;
+        const float4 weight =
+            k < a.w.k ? load_scalar4(shared + s.norm, k, a.in.norm_type) : float4{0, 0, 0, 0};
+        v = {v.x * weight.x, v.y * weight.y, v.z * weight.z, v.w * weight.w};
+      }
+      store_input<W>(shared, s, a.in.rows, m, c, lane, c < chunks, v);
+      x[i] = next[i];
+    }
+    if constexpr (Norm) {
+      if ((item + 1) % rounds == 0) {
+        sum = warp_sum(sum);
+        if (lane == 0) reinterpret_cast<float*>(shared + s.squares)[m * kWarps + warp] = sum;
+        sum = 0;
+      }
+    }
+  }
+}
+
+/// What an output pair needs besides the sums; requested before the tile's weights are multiplied.
+template <Stage S>
+struct Epilogue {
+  int m;             // row
+  int n0, n1;        // output rows of the pair
+  float2 scale;      // int8
+  float2 extra;      // residual: old x; qkv: cos, sin
+  int position = 0;  // qkv
+
+  template <class W>
+  /// item: pair + 8 * row.
+  __device__ void prefetch(const StageArgs& a, int tile, int item) {
+    const int p = item & 7;
+    m = item >> 3;
+    n0 = S == Stage::kGateUp ? tile * 8 + p : tile * 16 + 2 * p;
+    n1 = S == Stage::kGateUp ? n0 : n0 + 1;
+    scale = {1.0F, 1.0F};
+    extra = {0.0F, 0.0F};
+    if (n0 >= a.w.n) return;
+    if constexpr (W::kInteger && W::kGroup == 0) {
+      scale.x = a.w.scales[n0];
+      scale.y = S == Stage::kGateUp ? a.w.scales2[n0] : (n1 < a.w.n ? a.w.scales[n1] : 0.0F);
+    }
+    if constexpr (S == Stage::kResidual) {
+      const float* x = a.out + static_cast<int64_t>(m) * a.w.n;
+      extra.x = __ldcg(x + n0);
+      extra.y = n1 < a.w.n ? __ldcg(x + n1) : 0.0F;
+    }
+    if constexpr (S == Stage::kQkv) {
+      const int row = a.first_row + m;
+      position = a.map.pos[row / a.map.seq_len] + row % a.map.seq_len;
+      if (position < a.cache.max_seq) {
+        const int pair = n0 % a.cache.head_dim / 2;
+        extra = *reinterpret_cast<const float2*>(
+            a.freqs_cis + (static_cast<int64_t>(position) * (a.cache.head_dim / 2) + pair) * 2);
+      }
+    }
+  }
+
+  __device__ void finish(const StageArgs& a, float v0, float v1) const {
+    if (n0 >= a.w.n) return;
+    v0 *= scale.x;
+    v1 *= scale.y;
+    const int64_t row = static_cast<int64_t>(m) * a.w.n;
+    if constexpr (S == Stage::kGateUp) {
+      a.out[row + n0] = v0 / (1.0F + __expf(-v0)) * v1;
+    } else if constexpr (S == Stage::kResidual || S == Stage::kHead) {
+      a.out[row + n0] = extra.x + v0;
+      if (n1 < a.w.n) a.out[row + n1] = extra.y + v1;
+    } else {
+      finish_qkv(a, v0, v1);
+    }
+  }
+
+  __device__ void finish_qkv(const StageArgs& a, float v0, float v1) const {
+    const Cache& c = a.cache;
+    const int queries = c.heads * c.head_dim;
+    const int keys = c.local_heads * c.head_dim;
+    const float r0 = __fmaf_rn(v0, extra.x, -__fmul_rn(v1, extra.y));
+    const float r1 = __fmaf_rn(v1, extra.x, __fmul_rn(v0, extra.y));
+    if (n0 < queries) {
+      float* q = a.out + static_cast<int64_t>(m) * queries;
+      q[n0] = r0;
+      q[n1] = r1;
+      return;
+    }
+    if (position >= c.max_seq) return;
+    const bool is_key = n0 < queries + keys;
+    const int in = n0 - queries - (is_key ? 0 : keys);
+    const int64_t head =
+        static_cast<int64_t>(a.map.slot[(a.first_row + m) / a.map.seq_len]) * c.local_heads +
+        in / c.head_dim;
+    const int64_t at = (head * c.max_seq + position) * c.head_dim + in % c.head_dim;
+    store_scalar(is_key ? c.k : c.v, at, c.type, is_key ? r0 : v0);
+    store_scalar(is_key ? c.k : c.v, at + 1, c.type, is_key ? r1 : v1);
+  }
+};
+
+/// A warp's sums of a tile, hi and lo parts joined: partial[column][tile row].
+template <class W, int Blocks>
+__device__ inline void store_partial(typename W::Accumulator (&acc)[Blocks], float* partial,
+                                     int rows, int lane) {
+  const int g = lane >> 2;
+  const int t = lane & 3;
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = acc[0].d[i];
+    if constexpr (W::kInteger) {
+      float lo;
+      if constexpr (Blocks == 1) {
+        lo = __shfl_down_sync(0xffffffffU, v[i], 2);
+      } else {
+        lo = acc[1].d[i];
+      }
+      v[i] = __fmaf_rn(lo, kLoUnit, v[i]);
+    }
+    if constexpr (W::kGroup > 0) {
+      float lo;
+      if constexpr (Blocks == 1) {
+        lo = __shfl_down_sync(0xffffffffU, acc[0].zero[i], 2);
+      } else {
+        lo = acc[1].zero[i];
+      }
+      v[i] = __fadd_rn(v[i], __fadd_rn(acc[0].zero[i], lo));
+    }
+  }
+  if (2 * t < rows) {
+    float* column = partial + 2 * t * kPartialBytes / 4;
+    column[g] = v[0];
+    column[g + 8] = v[2];
+  }
+  if (2 * t + 1 < rows) {
+    float* column = partial + (2 * t + 1) * kPartialBytes / 4;
+    column[g] = v[1];
+    column[g + 8] = v[3];
+  }
+}
+
+template <class W, Stage S>
+__device__ inline void finish_item(const StageArgs& a, const SharedLayout& s, const uint8_t* shared,
+                                   const float* partials, const Epilogue<S>& epilogue, int item) {
+  const int p = item & 7;
+  const int r0 = S == Stage::kGateUp ? p : 2 * p;
+  const int r1 = S == Stage::kGateUp ? p + 8 : 2 * p + 1;
+  const float* sums = partials + epilogue.m * kWarps * kTileRows;
+  float v0 = 0;
+  float v1 = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    v0 += sums[w * kTileRows + r0];
+    v1 += sums[w * kTileRows + r1];
+  }
+  if constexpr (S != Stage::kResidual) {
+    const float* squares = reinterpret_cast<const float*>(shared + s.squares) + epilogue.m * kWarps;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += squares[w];
+    const float factor = rsqrtf(sum / static_cast<float>(a.w.k) + a.in.eps);
+    v0 *= factor;
+    v1 *= factor;
+  }
+  epilogue.finish(a, v0, v1);
+}
+
+/// Blocks: products per tile of weights; 2 when hi and lo of more than 4 rows do not fit 8 columns.
+template <class W, Stage S, int Rows>
+__global__ void __launch_bounds__(kThreads, kRegisterBlocks)
+    stage_kernel(const __grid_constant__ StageArgs a) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  constexpr bool kNorm = S != Stage::kResidual;
+  constexpr int Blocks = W::kParts == 2 && Rows > 4 ? 2 : 1;
+  constexpr int kDepth = ring_depth<W>();
+  launch_dependents();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int rows = Rows == 1 ? 1 : a.in.rows;
+  const SharedLayout s = shared_layout<W>(rows, a.padded_k, a.batch, a.norm_bytes);
+  const uint32_t ring = shared_address(shared) + warp * kDepth * W::kSlotBytes;
+
+  clear_sums<W>(shared, s, rows);
+  if constexpr (kNorm) request_norm<W>(a, shared, s, warp, lane);
+  Stream<W, S> stream(a, ring, warp, lane);
+#pragma unroll 1
+  for (int i = 0; i < kDepth; ++i) stream.request();
+  wait_for_predecessor();
+  if constexpr (kNorm) wait_copies<kDepth>();
+  load_input<W, kNorm>(a, shared, s, warp, lane);
+  __syncthreads();
+
+  // The input row behind this lane's column of each product. Columns without a row repeat one;
+  // their results are dropped.
+  InputColumn x[Blocks];
+#pragma unroll
+  for (int b = 0; b < Blocks; ++b) {
+    const int column = lane >> 2;
+    const int part = W::kParts == 1 ? 0 : (Blocks == 1 ? column >> 2 : b);
+    const int m = min(W::kParts == 2 && Blocks == 1 ? column & 3 : column, rows - 1);
+    x[b].values = shared_address(shared) + s.values + (part * rows + m) * s.pitch + (lane & 3) * 16;
+    x[b].sums = shared_address(shared) + s.sums + (part * rows + m) * s.sums_pitch + (lane & 3) * 4;
+  }
+  const float* scales = reinterpret_cast<const float*>(shared + s.scales);
+  float* partials = reinterpret_cast<float*>(shared + s.partial);
+  const uint32_t first_slot = ring + W::read_offset(lane);
+  uint32_t slot = first_slot;
+  int tile = static_cast<int>(blockIdx.x);
+  while (tile < a.tiles) {
+    Epilogue<S> epilogue[2];  // of the tile that this warp finishes: its items lane and lane + 32
+    int mine = -1;
+    for (int i = 0; i < a.batch && tile < a.tiles; ++i, tile += static_cast<int>(gridDim.x)) {
+      if (i == warp) {
+        mine = i;
+        if (lane < rows * 8) epilogue[0].template prefetch<W>(a, tile, lane);
+        if (Rows > 4 && lane + kWarp < rows * 8)
+          epilogue[1].template prefetch<W>(a, tile, lane + kWarp);
+      }
+      typename W::Accumulator acc[Blocks];
+      for (int unit = first_unit(warp, tile, a.units); unit < a.units; unit += kWarps) {
+        wait_copies<kDepth - 1>();
+        if constexpr (W::kGroup == 0) __syncwarp();  // lanes read what others copied
+        W::template multiply<Rows>(acc, slot, lane, unit, scales, x);
+        stream.request();
+        slot = next_slot<W>(slot, first_slot);
+      }
+      store_partial<W, Blocks>(acc, partials + (i * rows * kWarps + warp) * kTileRows, rows, lane);
+    }
+    __syncthreads();
+    if (mine >= 0) {
+      const float* sums = partials + mine * rows * kWarps * kTileRows;
+      if (lane < rows * 8) finish_item<W, S>(a, s, shared, sums, epilogue[0], lane);
+      if (Rows > 4 && lane + kWarp < rows * 8) {
+        finish_item<W, S>(a, s, shared, sums, epilogue[1], lane + kWarp);
+      }
+    }
+    if (tile < a.tiles) __syncthreads();
+  }
+}
+
+/// Most shared memory a block may take; beyond it rows go in several launches.
+constexpr int kMaxShared = 227 * 1024;
+constexpr int kMaxPartial = 16 * 1024;  // sums that wait for a reduction
+
+template <class W, Stage S>
+inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
+  int sms = 0;
+  cudaError_t error = multiprocessors(sms);
+  if (error != cudaSuccess) return error;
+
+  args.padded_k = (args.w.k + kChunk - 1) / kChunk * kChunk;
+  const int tile_outputs = S == Stage::kGateUp ? 8 : kTileRows;
+  args.tiles = (args.w.n + tile_outputs - 1) / tile_outputs;
+  args.units = (args.w.k + W::kUnitColumns - 1) / W::kUnitColumns;
+  if (S != Stage::kResidual) {
+    args.norm_bytes = args.padded_k * (args.in.norm_type == Scalar::kFloat32 ? 4 : 2);
+  }
+  const int blocks = args.tiles < sms ? args.tiles : sms;
+  const int rounds = args.tiles / blocks;
+  const int total = args.in.rows;
+  int pass = total;  // rows of a launch
+  while (true) {
+    const int most = kMaxPartial / (pass * kPartialBytes);
+    const int per_block = rounds + 1;
+    args.batch = std::min({per_block, most, kWarps});
+    if (pass == 1 ||
+        shared_layout<W>(pass, args.padded_k, args.batch, args.norm_bytes).total <= kMaxShared)
+      break;
+    --pass;
+  }
+  const int bytes = shared_layout<W>(pass, args.padded_k, args.batch, args.norm_bytes).total;
+  if (bytes > kMaxShared) return cudaErrorInvalidValue;
+  for (int first = 0; first < total; first += pass) {
+    StageArgs part = args;
+    part.first_row = first;
+    part.in.rows = total - first < pass ? total - first : pass;
+    part.in.x += static_cast<int64_t>(first) * args.w.k;
+    const int out_width = S == Stage::kQkv ? args.cache.heads * args.cache.head_dim : args.w.n;
+    part.out += static_cast<int64_t>(first) * out_width;
+    if (W::kParts == 2 && part.in.rows == 1) {
+      error = launch_kernel(launch, stage_kernel<W, S, 1>, dim3(blocks), kThreads, bytes, part);
+    } else if (W::kParts == 2 && part.in.rows <= 4) {
+      error = launch_kernel(launch, stage_kernel<W, S, 4>, dim3(blocks), kThreads, bytes, part);
+    } else {
+      error = launch_kernel(launch, stage_kernel<W, S, 8>, dim3(blocks), kThreads, bytes, part);
+    }
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace gptfast::cuda

@@ -1,0 +1,39 @@
+// The op set on CUDA: Tensors become pointers here. Signatures and semantics of gptfast/ops.h;
+// everything is enqueued on the current stream of the tensors' device.
+#pragma once
+
+#include "gptfast/ops.h"
+
+namespace gptfast {
+struct TransformerImpl;
+}
+
+namespace gptfast::ops::cuda {
+
+/// True if kernels exist for this layer: every format but float32, k a multiple of 8 (int8: 16).
+bool supports(const LinearImpl& linear);
+/// True if the attention kernel takes this cache: bfloat16 or float16, head_dim a multiple of 8 up
+/// to 256.
+bool supports_attention(const Tensor& k_cache);
+/// True if every op of a step of this model has a kernel: then a step never touches the host and
+/// can be captured.
+bool supports(TransformerImpl& model);
+
+Tensor pack_int4(const Int4Weight& weight, at::Device device);
+/// [n, k] in `dtype` (bfloat16 or float16) from what pack_int4 made.
+Tensor unpack_int4(const WeightView& weight, at::Device device, at::ScalarType dtype);
+void embed(const StepRows& rows, const Tensor& table, Tensor& x);
+void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
+                         double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
+                         Tensor& k_cache, Tensor& v_cache);
+void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cache,
+                      const Tensor& v_cache, Tensor& partials, Tensor& y);
+void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor& x);
+void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const LinearImpl& w1, const LinearImpl& w3, Tensor& h);
+void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x);
+void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                 const LinearImpl& output, Tensor& logits);
+void sample(const StepRows& rows, const Tensor& logits, const SamplingParams& params, Tensor& next);
+
+}  // namespace gptfast::ops::cuda

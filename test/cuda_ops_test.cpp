@@ -1,0 +1,346 @@
+// The CUDA kernels against plain ATen on the same device: every format, odd sizes, long caches; bit
+// for bit over the number of rows and with and without overlapping kernels; sampling; the captured
+// step. Skipped without a CUDA device.
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "gptfast/generate.h"
+#include "ops/reference.h"
+#include "test_util.h"
+#ifdef GPTFAST_CUDA
+#include "gptfast/decode_graph.h"
+#include "ops/cuda/step_ops.h"
+#endif
+
+namespace gptfast {
+
+namespace {
+
+#ifdef GPTFAST_CUDA
+
+const at::Device kGpu(at::kCUDA, 0);
+
+at::TensorOptions ints() {
+  return at::TensorOptions(kGpu).dtype(at::kInt);
+}
+at::TensorOptions floats() {
+  return at::TensorOptions(kGpu).dtype(at::kFloat);
+}
+
+class CudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
+    at::manual_seed(11);
+  }
+  c10::InferenceMode guard;
+};
+
+/// Sizes that are no multiple of a tile (16 rows) or a unit (64 or 128 columns).
+ModelArgs odd_config() {
+  ModelArgs config;
+  config.n_layer = 2;
+  config.n_head = 6;
+  config.n_local_heads = 2;
+  config.head_dim = 24;
+  config.dim = 144;
+  config.intermediate_size = 336;
+  config.vocab_size = 333;
+  config.block_size = 1024;
+  config.finalize();
+  return config;
+}
+
+struct FormatCase {
+  WeightScheme scheme;
+  at::ScalarType precision;
+  double tolerance;  // relative to the largest value
+};
+
+constexpr double kRounded = 1e-2;     // 16-bit activations
+constexpr double kFifteenBit = 1e-3;  // 15-bit activations
+const std::vector<FormatCase> kFormats = {
+    {{WeightFormat::kBFloat16}, at::kBFloat16, kRounded},
+    {{WeightFormat::kFloat16}, at::kHalf, kRounded},
+    {{WeightFormat::kInt8}, at::kBFloat16, kFifteenBit},
+    {{WeightFormat::kInt8}, at::kHalf, kFifteenBit},
+    {{WeightFormat::kInt4, 32}, at::kBFloat16, kFifteenBit},
+    {{WeightFormat::kInt4, 64}, at::kBFloat16, kFifteenBit},
+    {{WeightFormat::kInt4, 128}, at::kBFloat16, kFifteenBit},
+    {{WeightFormat::kInt4, 256}, at::kBFloat16, kFifteenBit},
+};
+
+class CudaFormats : public CudaTest, public testing::WithParamInterface<FormatCase> {
+ protected:
+  Transformer make_model(const ModelArgs& config = odd_config()) {
+    Transformer model =
+        random_model(config, GetParam().scheme, GetParam().precision, kGpu, /*seed=*/3);
+    model->setup_caches(/*max_batch_size=*/3, /*max_seq_length=*/600);
+    for (auto& layer : model->layers) {
+      layer->attention->kv_cache.k_cache.normal_();
+      layer->attention->kv_cache.v_cache.normal_();
+    }
+    return model;
+  }
+};
+
+TEST_P(CudaFormats, EveryOpMatchesPlainATen) {
+  Transformer model = make_model();
+  const ModelArgs& config = model->config;
+  StepBuffers b = ops::make_step_buffers(config, 600, kGpu);
+  const Tensor freqs_cis =
+      precompute_freqs_cis(600, config.head_dim, 10000, at::kFloat, std::nullopt).to(kGpu);
+  const StepRows rows{.tokens = at::tensor({5, 7, 332, 0}, at::kInt).view({2, 2}).to(kGpu),
+                      .pos = at::tensor({255, 598}, at::kInt).to(kGpu),
+                      .slot = at::tensor({2, 0}, at::kInt).to(kGpu)};
+  const double tolerance = GetParam().tolerance;
+  const auto expect_near = [&](const Tensor& actual, const Tensor& expected, const char* what) {
+    EXPECT_LT(relative_difference(actual.narrow(0, 0, 4), expected.narrow(0, 0, 4)), tolerance)
+        << what;
+  };
+  ops::embed(rows, model->tok_embeddings->weight, b.x);
+  Tensor x = at::zeros_like(b.x);
+  ops::reference::embed(rows, model->tok_embeddings->weight, x);
+  EXPECT_TRUE(at::equal(b.x.narrow(0, 0, 4), x.narrow(0, 0, 4)));
+
+  TransformerBlockImpl& layer = *model->layers[1];
+  KVCache& cache = layer.attention->kv_cache;
+  Tensor k = cache.k_cache.clone(), v = cache.v_cache.clone();
+  Tensor q = at::zeros_like(b.q), y = at::zeros_like(b.y), h = at::zeros_like(b.h),
+         logits = at::zeros_like(b.logits);
+  const Tensor& norm = layer.attention_norm->weight;
+  ops::rms_qkv_rope_append(rows, b.x, norm, 1e-5, *layer.attention->wqkv, freqs_cis, b.q,
+                           cache.k_cache, cache.v_cache);
+  ops::reference::rms_qkv_rope_append(rows, x, norm, 1e-5, *layer.attention->wqkv, freqs_cis, q, k,
+                                      v);
+  expect_near(b.q, q, "q");
+  const double cache_tolerance = std::max(tolerance, 8e-3);  // a rounding of the dtype may flip
+  EXPECT_LT(relative_difference(cache.k_cache, k), cache_tolerance);
+  EXPECT_LT(relative_difference(cache.v_cache, v), cache_tolerance);
+  EXPECT_TRUE(at::equal(cache.k_cache[1], k[1]));  // the slot that no row names
+
+  ops::attention_decode(rows, q, cache.k_cache, cache.v_cache, b.partials, b.y);
+  ops::reference::attention_decode(rows, q, cache.k_cache, cache.v_cache, y);
+  EXPECT_LT(relative_difference(b.y.narrow(0, 0, 4), y.narrow(0, 0, 4)), 1e-4);
+
+  ops::o_proj_residual(4, y, *layer.attention->wo, b.x);
+  ops::reference::o_proj_residual(4, y, *layer.attention->wo, x);
+  expect_near(b.x, x, "o_proj");
+  ops::rms_gate_up_silu(4, x, norm, 1e-5, *layer.feed_forward->w1, *layer.feed_forward->w3, b.h);
+  ops::reference::rms_gate_up_silu(4, x, norm, 1e-5, *layer.feed_forward->w1,
+                                   *layer.feed_forward->w3, h);
+  expect_near(b.h, h, "gate_up");
+  b.x.copy_(x);
+  ops::down_proj_residual(4, h, *layer.feed_forward->w2, b.x);
+  ops::reference::down_proj_residual(4, h, *layer.feed_forward->w2, x);
+  expect_near(b.x, x, "down");
+  ops::rms_lm_head(4, x, norm, 1e-5, *model->output, b.logits);
+  ops::reference::rms_lm_head(4, x, norm, 1e-5, *model->output, logits);
+  expect_near(b.logits, logits, "head");
+}
+
+/// Logits [8, V] of 8 tokens, `rows` at a time.
+Tensor logits_in_steps(Transformer& model, int64_t start, int64_t rows) {
+  const SamplingParams greedy = make_sampling_params({.temperature = 0}, 1, kGpu);
+  std::vector<Tensor> pieces;
+  for (int64_t first = 0; first < 8; first += rows) {
+    const int64_t count = std::min(rows, 8 - first);
+    const Tensor tokens = (at::arange(first, first + count, ints()) * 37 % 333).unsqueeze(0);
+    model->step(tokens, at::full({1}, start + first, ints()), at::zeros({1}, ints()), greedy);
+    pieces.push_back(model->step_logits().narrow(0, 0, count).clone());
+  }
+  return at::cat(pieces);
+}
+
+TEST_P(CudaFormats, ARowDependsOnItselfAlone) {
+  Transformer model = make_model();
+  const Tensor one = logits_in_steps(model, 252, 1);
+  ASSERT_TRUE(at::isfinite(one).all().item<bool>());
+  for (int64_t rows = 2; rows <= 8; ++rows) {
+    EXPECT_TRUE(at::equal(logits_in_steps(model, 252, rows), one)) << rows << " rows";
+  }
+  setenv("GPTFAST_PDL", "0", /*overwrite=*/1);
+  EXPECT_TRUE(at::equal(logits_in_steps(model, 252, 1), one)) << "without overlap";
+  EXPECT_TRUE(at::equal(logits_in_steps(model, 252, 5), one)) << "5 rows without overlap";
+  unsetenv("GPTFAST_PDL");
+}
+
+TEST_P(CudaFormats, WideLayersTakeSeveralLaunches) {
+  ModelArgs config = odd_config();
+  config.intermediate_size = 24576;  // 8 rows of it do not fit an SM's shared memory
+  Transformer model = make_model(config);
+  EXPECT_TRUE(at::equal(logits_in_steps(model, 100, 8), logits_in_steps(model, 100, 1)));
+}
+
+TEST_P(CudaFormats, StepAgreesWithForward) {
+  Transformer model = make_model();
+  const Tensor tokens = (at::arange(8, ints()) * 37 % 333).unsqueeze(0);
+  const Tensor expected = model->forward(tokens, at::arange(8, ints().dtype(at::kLong)))[0];
+  EXPECT_LT(relative_difference(logits_in_steps(model, 0, 8), expected), 5e-2);
+}
+
+TEST_P(CudaFormats, TheCapturedStepGivesTheTokensOfSingleSteps) {
+  Transformer model = make_model();
+  ASSERT_TRUE(DecodeGraph::supported(*model));
+  GenerateOptions options;
+  options.max_new_tokens = 40;
+  options.sampling = {.temperature = 0.8, .top_k = 50, .seed = 5};
+  const auto captured = generate(model, {1, 2, 3}, options).rows[0].tokens;
+  options.return_logits = true;  // needs the host at each token
+  const auto single = generate(model, {1, 2, 3}, options).rows[0].tokens;
+  EXPECT_EQ(captured, single);
+  options.return_logits = false;
+  EXPECT_EQ(generate(model, {1, 2, 3}, options).rows[0].tokens, captured);
+  options.batch_size = 3;
+  EXPECT_EQ(generate(model, {1, 2, 3}, options).rows[0].tokens, captured);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CudaFormats, testing::ValuesIn(kFormats), [](const auto& info) {
+  return std::string(to_string(info.param.scheme.format)) + "_" +
+         std::to_string(info.param.scheme.groupsize) + "_" + toString(info.param.precision);
+});
+
+TEST_F(CudaTest, AttentionMatchesPlainATenUpToTheLongestContext) {
+  for (const auto& [heads, local_heads, head_dim] :
+       {std::array<int64_t, 3>{8, 2, 128}, {4, 4, 64}, {5, 1, 80}, {2, 2, 256}}) {
+    const int64_t length = 131072;
+    const auto options = at::TensorOptions(kGpu).dtype(at::kBFloat16);
+    const Tensor k = at::randn({1, local_heads, length, head_dim}, options);
+    const Tensor v = at::randn({1, local_heads, length, head_dim}, options);
+    const Tensor q = at::randn({8, heads, head_dim}, floats());
+    Tensor partials = at::zeros({8, heads, length / kAttentionSplit + 1, head_dim + 2}, floats());
+    Tensor y = at::zeros({8, heads * head_dim}, floats()), expected = at::zeros_like(y);
+    for (const int64_t pos : {0, 1, 100, 254, 255, 256, 257, 8190, 131070}) {
+      const StepRows rows{.tokens = at::zeros({1, 2}, ints()),
+                          .pos = at::full({1}, pos, ints()),
+                          .slot = at::zeros({1}, ints())};
+      ops::attention_decode(rows, q, k, v, partials, y);
+      ops::reference::attention_decode(rows, q, k, v, expected);
+      EXPECT_LT(relative_difference(y.narrow(0, 0, 2), expected.narrow(0, 0, 2)), 1e-4)
+          << heads << " heads of " << head_dim << " at " << pos;
+    }
+  }
+}
+
+TEST_F(CudaTest, PackedInt4HoldsTheCanonicalValues) {
+  for (const int64_t g : {32, 64, 128, 256}) {
+    const int64_t n = 37, k = 616, groups = (k + g - 1) / g;
+    const Int4Weight weight{.q = at::randint(0, 256, {n, k / 2}, at::kByte),
+                            .scales = at::rand({n, groups}).to(at::kBFloat16),
+                            .zeros = at::randn({n, groups}).to(at::kBFloat16),
+                            .in_features = k,
+                            .groupsize = g};
+    const Tensor packed = ops::pack_int4(weight, kGpu);
+    const WeightView view{.format = WeightFormat::kInt4,
+                          .n = n,
+                          .k = k,
+                          .groupsize = g,
+                          .data = packed.const_data_ptr()};
+    EXPECT_TRUE(at::equal(ops::cuda::unpack_int4(view, kGpu, at::kBFloat16).cpu(),
+                          weight.dequantize().to(at::kBFloat16)))
+        << "group size " << g;
+  }
+}
+
+TEST_F(CudaTest, SamplingDrawsWhatTheHostDraws) {
+  struct Case {
+    int64_t vocab, top_k;
+    double temperature;
+  };
+  int draws = 0, different = 0;  // logf differs in the last bit: a near-tie may go the other way
+  for (const Case& c : {Case{32000, 200, 0.8},
+                        {128256, 200, 0.8},
+                        {32000, 0, 1.0},
+                        {32000, 1, 1.0},
+                        {32000, 200, 0.0},
+                        {32000, 5000, 1.5},
+                        {700, 200, 0.7},
+                        {700, 700, 0.7}}) {
+    const Tensor logits = at::randn({8, c.vocab}) * 4;
+    logits[1].fill_(1.0);                  // all equal
+    logits[2].narrow(0, 0, 300).fill_(9);  // ties at the pivot
+    const SamplingParams params =
+        make_sampling_params({.temperature = c.temperature, .top_k = c.top_k, .seed = 77},
+                             /*batch_size=*/8, kGpu);
+    Tensor next = at::zeros({8}, ints());
+    for (int64_t pos = 0; pos < 20; ++pos) {
+      const StepRows rows{.tokens = at::zeros({8, 1}, ints()),
+                          .pos = at::full({8}, pos, ints()),
+                          .slot = at::arange(8, ints())};
+      ops::sample(rows, logits.to(kGpu), params, next);
+      const Tensor host = next.cpu();
+      for (int64_t b = 0; b < 8; ++b, ++draws) {
+        different += static_cast<int>(host[b].item<int32_t>() !=
+                                      sample_row(logits[b].const_data_ptr<float>(), c.vocab,
+                                                 c.temperature, c.top_k, 77 + b, pos));
+      }
+    }
+  }
+  EXPECT_LE(different, draws / 200) << "of " << draws;
+}
+
+TEST_F(CudaTest, NaNLogitsGiveMinusOne) {
+  Tensor logits = at::randn({1, 5000}, floats());
+  logits[0][4321] = std::numeric_limits<float>::quiet_NaN();
+  Tensor next = at::zeros({1}, ints());
+  const SamplingParams params = make_sampling_params({}, 1, kGpu);
+  ops::sample({.tokens = at::zeros({1, 1}, ints()),
+               .pos = at::zeros({1}, ints()),
+               .slot = at::zeros({1}, ints())},
+              logits, params, next);
+  EXPECT_EQ(next.item<int32_t>(), -1);
+}
+
+/// Tokens of a model whose logits never change, drawn through the captured step.
+TEST_F(CudaTest, ReplayedDrawsFollowTheDistributionAndAreIndependent) {
+  constexpr int64_t kVocab = 16, kDraws = 20000;
+  ModelArgs config = odd_config();
+  config.vocab_size = kVocab;
+  config.n_layer = 1;
+  config.block_size = kDraws + 8;
+  Transformer model =
+      random_model(config, {WeightFormat::kBFloat16}, at::kBFloat16, kGpu, /*seed=*/3);
+  model->tok_embeddings->weight.fill_(0.5);
+  model->layers[0]->attention->wo->weight.zero_();
+  model->layers[0]->feed_forward->w2->weight.zero_();
+  GenerateOptions options;
+  options.max_new_tokens = kDraws;
+  options.batch_size = 2;
+  options.sampling = {.temperature = 0.9, .top_k = 0, .seed = 42};
+  const GenerateResult result = generate(model, {1, 2}, options);
+  const Tensor p = at::softmax(model->step_logits()[0].cpu() / 0.9, 0).to(at::kDouble);
+
+  const auto counts = [&](const Tensor& ids, int64_t bins) {
+    return at::bincount(ids, {}, bins).to(at::kDouble);
+  };
+  const auto ids = [](const GeneratedRow& row) {
+    return at::tensor(row.tokens, at::kInt).to(at::kLong);
+  };
+  const auto chi_square = [](const Tensor& seen, const Tensor& expected) {
+    return ((seen - expected).square() / expected).sum().item<double>();
+  };
+  const Tensor a = ids(result.rows[0]), b = ids(result.rows[1]);
+  ASSERT_EQ(a.numel(), kDraws);
+  // 99.99 % quantiles of chi-square with 15 and 255 degrees of freedom.
+  EXPECT_LT(chi_square(counts(a, kVocab), p * kDraws), 44.3);
+  EXPECT_LT(chi_square(counts(b, kVocab), p * kDraws), 44.3);
+  const Tensor pairs = at::outer(p, p).flatten();
+  const Tensor lag = a.narrow(0, 0, kDraws - 1) * kVocab + a.narrow(0, 1, kDraws - 1);
+  EXPECT_LT(chi_square(counts(lag, kVocab * kVocab), pairs * (kDraws - 1)), 345.0);
+  EXPECT_LT(chi_square(counts(a * kVocab + b, kVocab * kVocab), pairs * kDraws), 345.0);
+}
+
+#else
+
+TEST(Cuda, Skipped) {
+  GTEST_SKIP() << "built without CUDA";
+}
+
+#endif
+
+}  // namespace
+}  // namespace gptfast
