@@ -14,6 +14,7 @@
 #include "gptfast/chat.h"
 #include "gptfast/checkpoint.h"
 #include "gptfast/generate.h"
+#include "gptfast/profile.h"
 #include "gptfast/speculative.h"
 #include "gptfast/tokenizer.h"
 #include "model_flags.h"
@@ -226,6 +227,7 @@ CommandLine make_command_line() {
   flags.choice("draft", "lookup: draft what followed the text's last words earlier in it", "",
                {"lookup"});
   flags.integer("speculate_k", "tokens to draft a round", 5, 1, kMaxSpeculateK);
+  flags.text("profile", "write a Chrome trace of the last sample to PROFILE.json");
   flags.text("logits_out", "write {tokens, logits} of the only sample, for Python's torch.load");
   return flags;
 }
@@ -314,7 +316,11 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
         return true;
       };
     }
+    std::optional<Profile> profile;
+    const bool last = i == flags.get_integer("num_samples") - 1;
+    if (last && flags.given("profile")) profile.emplace(loaded.model->device().is_cuda());
     const GenerateResult result = generate(loaded.model, prompt.ids, options);
+    if (profile) profile->save(flags.get_text("profile") + ".json");
     options.sampling.seed += static_cast<uint64_t>(
         options.batch_size);  // every row of every sample has a seed of its own
     rates.push_back(result.tokens_per_sec());
@@ -348,8 +354,9 @@ int generate_main(int argc, char** argv) {
   if (const auto status = launch_ranks(flags, argv)) return *status;
   const auto tp = connect_ranks(flags);
   LoadedModel loaded = load_from_flags(flags, tp);
-  const bool interactive = flags.get_flag("interactive"),
-             templated = interactive || flags.given("chat_template");
+  const bool interactive = flags.get_flag("interactive");
+  const bool templated =
+      interactive || (flags.given("chat_template") && flags.get_text("chat_template") != "none");
   const ChatTemplate chat_template =
       templated ? chat_template_from_string(flags.get_text("chat_template"),
                                             require_tokenizer(loaded, "a chat"))
