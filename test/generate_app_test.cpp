@@ -109,6 +109,30 @@ TEST(GenerateProgram, WritesLogitsForPython) {
   EXPECT_LT(relative_difference(out.at("logits").narrow(0, 0, 24), g.at("prefill_logits")), 1e-5);
 }
 
+TEST(GenerateProgram, ProfilesTheLastSample) {
+  const TempDir dir;
+  const std::string name = (dir / "trace").string();
+  EXPECT_EQ(run_program(
+                kRun +
+                "--prompt_ids 1,2,3 --num_samples 1 --max_new_tokens 4 2>/dev/null --profile " +
+                name)
+                .status,
+            0);
+  std::ifstream file(name + ".json");
+  std::map<std::string, int> ranges;
+  for (const json& event : json::parse(file).at("traceEvents")) ++ranges[event.value("name", "")];
+  for (const char* op : {"rms_qkv_rope_append", "attention_decode", "o_proj_residual",
+                         "rms_gate_up_silu", "down_proj_residual"}) {
+    EXPECT_EQ(ranges[std::string("gptfast::") + op], 4 * 3) << "four steps of three layers";
+  }
+  EXPECT_EQ(ranges["gptfast::rms_lm_head"], 4);
+  const ProgramResult failed =
+      run_program(kRun + "--prompt_ids 1,2 --num_samples 1 --profile /nowhere/trace 2>&1");
+  EXPECT_EQ(failed.status, 1);
+  EXPECT_NE(failed.out.find("cannot write the trace '/nowhere/trace.json'"), std::string::npos)
+      << failed.out;
+}
+
 TEST(GenerateProgram, PrintsTheOriginalsFigures) {
   const std::string out =
       run_program(kRun +

@@ -1,5 +1,6 @@
 // The only place that decides which kernels run.
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <cstdlib>
 #include <string_view>
@@ -73,6 +74,7 @@ Tensor pack_int4(const Int4Weight& weight, at::Device device) {
 }
 
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
+  RECORD_FUNCTION("gptfast::embed", {});
   if (on_cpu(table)) return cpu::embed(rows, table, x);
 #ifdef GPTFAST_CUDA
   if (on_cuda(table)) return cuda::embed(rows, table, x);
@@ -83,6 +85,7 @@ void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
 void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
                          double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
                          Tensor& k_cache, Tensor& v_cache) {
+  RECORD_FUNCTION("gptfast::rms_qkv_rope_append", {});
   if (on_cpu(x))
     return cpu::rms_qkv_rope_append(rows, x, norm_weight, eps, wqkv, freqs_cis, q, k_cache,
                                     v_cache);
@@ -96,6 +99,7 @@ void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& no
 
 void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cache,
                       const Tensor& v_cache, Tensor& partials, Tensor& y) {
+  RECORD_FUNCTION("gptfast::attention_decode", {});
   if (on_cpu(q)) return cpu::attention_decode(rows, q, k_cache, v_cache, partials, y);
 #ifdef GPTFAST_CUDA
   if (on_cuda(q) && cuda::supports_attention(k_cache))
@@ -105,6 +109,7 @@ void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cac
 }
 
 void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor& x) {
+  RECORD_FUNCTION("gptfast::o_proj_residual", {});
   if (on_cpu(x)) return cpu::o_proj_residual(rows, y, wo, x);
 #ifdef GPTFAST_CUDA
   if (on_cuda(x, wo)) return cuda::o_proj_residual(rows, y, wo, x);
@@ -114,6 +119,7 @@ void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor
 
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                       const LinearImpl& w1, const LinearImpl& w3, Tensor& h) {
+  RECORD_FUNCTION("gptfast::rms_gate_up_silu", {});
   if (on_cpu(x)) return cpu::rms_gate_up_silu(rows, x, norm_weight, eps, w1, w3, h);
 #ifdef GPTFAST_CUDA
   if (on_cuda(x, w1, w3)) return cuda::rms_gate_up_silu(rows, x, norm_weight, eps, w1, w3, h);
@@ -122,6 +128,7 @@ void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, 
 }
 
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x) {
+  RECORD_FUNCTION("gptfast::down_proj_residual", {});
   if (on_cpu(x)) return cpu::down_proj_residual(rows, h, w2, x);
 #ifdef GPTFAST_CUDA
   if (on_cuda(x, w2)) return cuda::down_proj_residual(rows, h, w2, x);
@@ -131,6 +138,7 @@ void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Ten
 
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                  const LinearImpl& output, Tensor& logits) {
+  RECORD_FUNCTION("gptfast::rms_lm_head", {});
   if (on_cpu(x)) return cpu::rms_lm_head(rows, x, norm_weight, eps, output, logits);
 #ifdef GPTFAST_CUDA
   if (on_cuda(x, output)) return cuda::rms_lm_head(rows, x, norm_weight, eps, output, logits);
@@ -140,6 +148,7 @@ void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, doubl
 
 void sample(const StepRows& rows, const Tensor& logits, const SamplingParams& params,
             Tensor& next) {
+  RECORD_FUNCTION("gptfast::sample", {});
   if (on_cpu(logits)) return cpu::sample(rows, logits, params, next);
 #ifdef GPTFAST_CUDA
   if (on_cuda(logits)) return cuda::sample(rows, logits, params, next);
