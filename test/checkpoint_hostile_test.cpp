@@ -196,7 +196,6 @@ TEST(HostilePickle, GlobalsAreRefusedByName) {
 }
 
 TEST(HostilePickle, Cycles) {
-  expect_refused(checkpoint_of_pickle("}q\0" + string("a") + std::string("h\0s", 3)), "");
   const std::string self = std::string("}q\0", 3) + string("a") + std::string("h\0s", 3);
   expect_refused(checkpoint_of_pickle(self), "contains itself");
   expect_refused(checkpoint_of_pickle(std::string("]q\0h\0a", 6)), "contains itself");
@@ -206,7 +205,7 @@ TEST(HostilePickle, DeepNestingNeitherOverflowsTheStackNorTakesLong) {
   expect_refused(checkpoint_of_pickle(repeat("]", 500000) + repeat("a", 499999)), "1000 deep");
   expect_refused(checkpoint_of_pickle(repeat("(", 1000000)), "empty stack");
   EXPECT_TRUE(load(checkpoint_of_pickle(repeat("(", 100000) + repeat("]", 200000))).empty());
-  EXPECT_NE(error_of(checkpoint_of_pickle("N" + repeat("\x85", 1000000))), "");
+  expect_refused(checkpoint_of_pickle("N" + repeat("\x85", 1000000)), "1000 deep");
 }
 
 TEST(HostilePickle, SharedContainersDoNotMultiply) {

@@ -30,12 +30,12 @@ const fs::path kPwned =
     "/tmp/gptfast_pwned";  // what the hostile goldens would write if they were run
 
 const json& manifest() {
-  static const json kManifest = [] {
+  static const json parsed = [] {
     json all = json::parse(std::ifstream(kFormats / "manifest.json"));
     all.erase("_about");
     return all;
   }();
-  return kManifest;
+  return parsed;
 }
 
 StateDict read_as_stored(const fs::path& file) {
@@ -192,9 +192,10 @@ TEST(LoadCheckpoint, SaysWhatTheFileIs) {
                                                     {"evil_builtins_eval", "'__builtin__.eval'"},
                                                     {"record_missing", "'emb.weight'"},
                                                     {"record_short", "'steps'"}};
-  for (const auto& [file, word] : words) {
-    const std::string message = error_of([&] { load_checkpoint(kFormats / (file + ".pth")); });
-    EXPECT_NE(message.find(word), std::string::npos) << message;
+  for (const auto& entry : words) {
+    const fs::path file = kFormats / (entry.first + ".pth");
+    const std::string message = error_of([&] { load_checkpoint(file); });
+    EXPECT_NE(message.find(entry.second), std::string::npos) << message;
   }
 }
 
