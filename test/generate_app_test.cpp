@@ -120,7 +120,8 @@ TEST(GenerateProgram, ProfilesTheLastSample) {
             0);
   std::ifstream file(name + ".json");
   std::map<std::string, int> ranges;
-  for (const json& event : json::parse(file).at("traceEvents")) ++ranges[event.value("name", "")];
+  const json trace = json::parse(file);
+  for (const json& event : trace.at("traceEvents")) ++ranges[event.value("name", "")];
   for (const char* op : {"rms_qkv_rope_append", "attention_decode", "o_proj_residual",
                          "rms_gate_up_silu", "down_proj_residual"}) {
     EXPECT_EQ(ranges[std::string("gptfast::") + op], 4 * 3) << "four steps of three layers";
