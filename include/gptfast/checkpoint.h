@@ -64,7 +64,7 @@ void release_pages(const Tensor& tensor);
 /// torch.load(weights_only=True, mmap=True): a plain dict with the keys in the order of add().
 /// Nothing appears under `file` before finish(): a temporary file in the same directory is synced and renamed.
 /// The destructor removes an unfinished temporary file. Tensors lie at multiples of 64 bytes, and each is written whole:
-/// storages that tensors share are not shared in the file.
+/// storages that tensors share are shared in the file only through add_alias.
 class CheckpointWriter {
  public:
   explicit CheckpointWriter(const std::filesystem::path& file);
