@@ -4,16 +4,21 @@
 #include <ATen/Parallel.h>
 
 #include <chrono>
+#include <fstream>
 #include <iostream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "common.h"
+#include "gptfast/eval.h"
 #include "gptfast/gptq.h"
+#include "gptfast/model.h"
 #include "gptfast/tokenizer.h"
 
 namespace gptfast::app {
 namespace {
 
+namespace fs = std::filesystem;
 using nlohmann::json;
 
 CommandLine command_line() {
@@ -24,7 +29,10 @@ CommandLine command_line() {
   line.choice("q,mode", "kind of quantization", "int8", {"int8", "int4", "int4-gptq"});
   line.choice("groupsize", "columns that share a scale; int4 only", "32",
               {"32", "64", "128", "256"});
-  line.text("calibration_file", "text that int4-gptq calibrates on");
+  line.list("calibration_tasks", "int4-gptq: tasks of eval whose requests it calibrates on",
+            {"wikitext"});
+  line.text("data_dir", "folder of the tasks' TASK.jsonl files", "data");
+  line.text("calibration_file", "int4-gptq: text to calibrate on instead of tasks");
   line.integer("calibration_limit", "int4-gptq: at most this many samples", 1000, 1, 1'000'000);
   line.integer("calibration_seq_length", "int4-gptq: tokens of a sample", 100, 1, 1'000'000);
   line.flag("pad_calibration_inputs", "int4-gptq: pad shorter samples instead of dropping them");
@@ -34,6 +42,8 @@ CommandLine command_line() {
   line.flag("act_order", "int4-gptq: columns in order of decreasing activations");
   line.text("tokenizer_path",
             "int4-gptq: tokenizer.model or tokenizer.json; else the one beside the checkpoint");
+  line.flag("report", "print how far each layer's weights moved");
+  line.text("report_text", "with --report: a text whose perplexity is measured before and after");
   line.text("label", "stands before the mode in the output's name", "_");
   line.text("device", "where the arithmetic runs: cpu, cuda or cuda:N; the file is the same",
             default_device());
@@ -56,22 +66,28 @@ json to_json(const QuantizedLayer& layer, bool calibrated) {
   return object;
 }
 
-CalibrationData calibration_from_flags(const CommandLine& line) {
-  if (!line.given("calibration_file"))
-    throw UsageError("--mode int4-gptq needs --calibration_file");
-  const std::filesystem::path directory =
-      std::filesystem::path(line.get_text("checkpoint_path")).parent_path();
-  const auto tokenizer = Tokenizer::load(
-      line.given("tokenizer_path") ? std::filesystem::path(line.get_text("tokenizer_path"))
-                                   : Tokenizer::find(directory));
-  const int64_t seq_length = line.get_integer("calibration_seq_length");
-  return calibration_data(calibration_text(line.get_text("calibration_file"), *tokenizer,
-                                           seq_length, line.get_integer("calibration_limit")),
-                          seq_length, line.get_flag("pad_calibration_inputs"));
+std::unique_ptr<Tokenizer> load_tokenizer(const CommandLine& line) {
+  const fs::path directory = fs::path(line.get_text("checkpoint_path")).parent_path();
+  return Tokenizer::load(line.given("tokenizer_path") ? fs::path(line.get_text("tokenizer_path"))
+                                                      : Tokenizer::find(directory));
 }
 
-std::vector<QuantizedLayer> run_mode(const CommandLine& line, const std::filesystem::path& input,
-                                     const std::filesystem::path& output) {
+CalibrationData calibration_from_flags(const CommandLine& line) {
+  const auto tokenizer = load_tokenizer(line);
+  const int64_t seq_length = line.get_integer("calibration_seq_length");
+  const int64_t limit = line.get_integer("calibration_limit");
+  const auto sequences =
+      line.given("calibration_file")
+          ? calibration_text(line.get_text("calibration_file"), *tokenizer, seq_length, limit)
+          : calibration_inputs(*tokenizer, {.tasks = line.get_list("calibration_tasks"),
+                                            .data_dir = line.get_text("data_dir"),
+                                            .limit = limit,
+                                            .seq_length = seq_length});
+  return calibration_data(sequences, seq_length, line.get_flag("pad_calibration_inputs"));
+}
+
+std::vector<QuantizedLayer> run_mode(const CommandLine& line, const fs::path& input,
+                                     const fs::path& output) {
   const std::string mode = line.get_text("mode");
   const int64_t groupsize = std::stoll(line.get_text("groupsize"));
   const at::Device device = parse_device(line.get_text("device"));
@@ -102,17 +118,66 @@ std::vector<QuantizedLayer> run_mode(const CommandLine& line, const std::filesys
   return quantize_gptq(input, output, calibration_from_flags(line), options);
 }
 
+/// Perplexity of --report_text in windows of the model's context, at most 2048 tokens.
+double report_perplexity(const CommandLine& line, Transformer& model) {
+  const auto tokenizer = load_tokenizer(line);
+  const fs::path file = line.get_text("report_text");
+  std::ifstream in(file, std::ios::binary);
+  TORCH_CHECK(in.good(), "cannot read the text '", file.string(), "'");
+  const std::string text{std::istreambuf_iterator<char>(in), {}};
+  const int64_t window = std::min<int64_t>(model->config.block_size, 2048);
+  return text_perplexity(model, *tokenizer, text, window, /*stride=*/window, {}).perplexity;
+}
+
+/// The report as JSON; printed as a table when `table`.
+json report(const CommandLine& line, const fs::path& input, const fs::path& output, bool table) {
+  const at::Device device = parse_device(line.get_text("device"));
+  std::string config = line.get_text("config");
+  Transformer before = load_model(input, {.config = config, .device = device});
+  Transformer after = load_model(output, {.config = config, .device = device});
+  json layers = json::array();
+  if (table)
+    printf("%-32s %-9s %10s %10s %8s %12s\n", "layer", "scheme", "max error", "mean error", "dB",
+           "bytes");
+  for (const LayerChange& change : compare_layers(*before, *after)) {
+    if (table) {
+      printf("%-32s %-9s %10.3g %10.3g %8.1f %12lld\n", change.name.c_str(),
+             to_string(change.scheme.format), change.max_error, change.mean_error,
+             change.signal_noise, static_cast<long long>(change.bytes));
+    }
+    layers.push_back({{"name", change.name},
+                      {"max_error", change.max_error},
+                      {"mean_error", change.mean_error},
+                      {"signal_noise_db", change.signal_noise},
+                      {"bytes", change.bytes}});
+  }
+  json result = {{"layers", layers}};
+  if (line.given("report_text")) {
+    result["perplexity_before"] = report_perplexity(line, before);
+    result["perplexity_after"] = report_perplexity(line, after);
+    if (table) {
+      printf("perplexity of %s: %.4f before, %.4f after\n", line.get_text("report_text").c_str(),
+             result["perplexity_before"].get<double>(), result["perplexity_after"].get<double>());
+    }
+  }
+  return result;
+}
+
 int quantize_main(int argc, char** argv) {
   CommandLine line = command_line();
   if (!line.parse(argc, argv)) return 0;
   if (line.get_integer("num_threads") > 0)
     at::set_num_threads(static_cast<int>(line.get_integer("num_threads")));
 
+  if (line.given("calibration_file") && line.given("calibration_tasks"))
+    throw UsageError("give one of --calibration_file and --calibration_tasks");
+  if (line.given("report_text") && !line.get_flag("report"))
+    throw UsageError("--report_text needs --report");
+
   const std::string mode = line.get_text("mode");
   const int64_t groupsize = std::stoll(line.get_text("groupsize"));
-  const std::filesystem::path input = line.get_text("checkpoint_path");
-  const std::filesystem::path output =
-      quantized_path(input, mode, groupsize, line.get_text("label"));
+  const fs::path input = line.get_text("checkpoint_path");
+  const fs::path output = quantized_path(input, mode, groupsize, line.get_text("label"));
 
   const auto start = std::chrono::steady_clock::now();
   const std::vector<QuantizedLayer> layers = run_mode(line, input, output);
@@ -129,11 +194,13 @@ int quantize_main(int argc, char** argv) {
                    {"output", output.string()},
                    {"seconds", seconds.count()},
                    {"layers", listed}};
+    if (line.get_flag("report")) result["report"] = report(line, input, output, /*table=*/false);
     std::cout << result.dump(-1, ' ', false, json::error_handler_t::replace) << std::endl;
   } else {
     std::cout << "Wrote " << output.string() << ": " << layers.size() << " layers, "
-              << std::filesystem::file_size(output) / 1000000 << " MB, "
+              << fs::file_size(output) / 1000000 << " MB, "
               << static_cast<int64_t>(seconds.count() * 10) / 10.0 << " s" << std::endl;
+    if (line.get_flag("report")) report(line, input, output, /*table=*/true);
   }
   return 0;
 }

@@ -56,6 +56,7 @@ class Checker {
 
   void linear(const std::string& fqn, int64_t n, int64_t k) {
     matrix(fqn + ".weight", {}, n, k, fqn + ".scales", fqn + ".scales_and_zeros");
+    take_optional(fqn + ".perm");
   }
 
   bool contains(const std::string& name) const { return tensors_.contains(name); }

@@ -44,7 +44,17 @@ const char* to_string(WeightFormat format) {
 WeightScheme weight_scheme(const StateDict& tensors, const std::string& fqn, int64_t in_features) {
   const Tensor& weight = tensors.at(fqn + ".weight");
   if (const Tensor* scales_and_zeros = tensors.find(fqn + ".scales_and_zeros")) {
-    return {WeightFormat::kInt4, int4_groupsize(weight, *scales_and_zeros, in_features, fqn)};
+    WeightScheme scheme{WeightFormat::kInt4,
+                        int4_groupsize(weight, *scales_and_zeros, in_features, fqn)};
+    if (const Tensor* perm = tensors.find(fqn + ".perm")) {
+      TORCH_CHECK(perm->scalar_type() == at::kInt &&
+                      perm->sizes() == at::IntArrayRef{in_features} &&
+                      at::equal(std::get<0>(perm->sort()), at::arange(in_features, at::kInt)),
+                  "tensor '", fqn, ".perm' is no permutation of the layer's ", in_features,
+                  " inputs");
+      scheme.act_order = true;
+    }
+    return scheme;
   }
   if (weight.scalar_type() == at::kChar) {
     const Tensor& scales = tensors.at(fqn + ".scales");
@@ -66,6 +76,7 @@ LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, WeightScheme s
     case WeightFormat::kInt4:  // WeightOnlyInt4Linear
       weight = register_buffer("weight", at::empty({0}, at::kInt));
       scales_and_zeros = register_buffer("scales_and_zeros", at::empty({0}));
+      if (scheme.act_order) perm = register_buffer("perm", at::empty({0}, at::kInt));
       break;
     default:  // nn.Linear
       weight = register_parameter("weight", at::empty({0}), /*requires_grad=*/false);
@@ -94,8 +105,10 @@ Tensor LinearImpl::dequantize() const {
   switch (scheme.format) {
     case WeightFormat::kInt8:
       return weight.to(at::kFloat) * scales.to(at::kFloat).unsqueeze(1);
-    case WeightFormat::kInt4:
-      return int4_weight().dequantize();
+    case WeightFormat::kInt4: {
+      const Tensor w = int4_weight().dequantize();
+      return scheme.act_order ? w.index_select(1, perm.cpu().argsort()) : w;
+    }
     default:
       return weight.to(at::kFloat);
   }
@@ -120,7 +133,10 @@ Tensor Int4Weight::dequantize() const {
 }
 
 void LinearImpl::prepare(at::Device device) {
-  if (scheme.format == WeightFormat::kInt4) packed_ = ops::pack_int4(int4_weight(), device);
+  if (scheme.format == WeightFormat::kInt4) {
+    packed_ = scheme.act_order ? dequantize().to(device, at::kBFloat16).contiguous()
+                               : ops::pack_int4(int4_weight(), device);
+  }
   if (scheme.format == WeightFormat::kInt8)
     kernel_scales_ = scales.to(device, at::kFloat).contiguous();
 }
@@ -137,7 +153,7 @@ void LinearImpl::copy_from(const LinearImpl& other) {
 WeightView LinearImpl::view() const {
   const bool int8 = scheme.format == WeightFormat::kInt8,
              int4 = scheme.format == WeightFormat::kInt4;
-  return {.format = scheme.format,
+  return {.format = scheme.act_order ? WeightFormat::kBFloat16 : scheme.format,
           .n = out_features,
           .k = in_features,
           .groupsize = scheme.groupsize,

@@ -24,8 +24,9 @@ const char* to_string(WeightFormat format);
 /// How one linear layer stores its weight.
 struct WeightScheme {
   WeightFormat format = WeightFormat::kBFloat16;
-  int64_t groupsize = 0;  ///< columns that share a scale and a zero; int4 only
-  Int4Layout layout{};    ///< of the file's tensor; told by its contents unless named
+  int64_t groupsize = 0;   ///< columns that share a scale and a zero; int4 only
+  Int4Layout layout{};     ///< of the file's tensor; told by its contents unless named
+  bool act_order = false;  ///< int4 whose columns lie in the order of `perm`, see LinearImpl
 };
 
 /// The scheme of the linear layer `fqn` ("layers.0.attention.wqkv") as a checkpoint stores it, from
@@ -76,7 +77,7 @@ struct LinearImpl : torch::nn::Module {
   Tensor forward(const Tensor& x);
   /// [N, K] in float32: the values that every kernel of this layer computes with.
   Tensor dequantize() const;
-  /// The canonical int4 weight; int4 only.
+  /// The canonical int4 weight, columns as stored; int4 only.
   Int4Weight int4_weight() const;
   /// Called once after the tensors are loaded: makes what kernels on `device` want (int4 packing,
   /// fp32 int8 scales).
@@ -96,6 +97,9 @@ struct LinearImpl : torch::nn::Module {
   Tensor weight;            ///< [N, K]; int4: as in the file
   Tensor scales;            ///< [N]; int8 only
   Tensor scales_and_zeros;  ///< [Kp/g, N, 2], Kp >= K padded; int4 only
+  /// [K] int32: stored column k belongs to input perm[k]. Only where GPTQ's act-order mixed the
+  /// columns of groups; kernels then read a bfloat16 copy.
+  Tensor perm;
 
  private:
   Tensor packed_;  // int4: the device's layout. Not registered: it is no part of the checkpoint

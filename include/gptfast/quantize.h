@@ -14,6 +14,8 @@
 
 namespace gptfast {
 
+struct TransformerImpl;
+
 /// An int8 weight: w[n, k] = weight[n, k] * scales[n].
 struct Int8Weight {
   Tensor weight;  ///< [N, K] int8
@@ -99,5 +101,21 @@ std::vector<QuantizedLayer> quantize(const std::filesystem::path& checkpoint_pat
 std::filesystem::path quantized_path(const std::filesystem::path& checkpoint_path,
                                      std::string_view mode, int64_t groupsize,
                                      std::string_view label = "_");
+
+/// How far the weights of a layer moved.
+struct LayerChange {
+  std::string name;
+  WeightScheme scheme;    ///< of the quantized layer
+  double max_error = 0;   ///< greatest |quantized - original|
+  double mean_error = 0;  ///< mean of it
+  double signal_noise =
+      0;  ///< sum of squares of the original over that of the error, in dB; infinite without error
+  int64_t bytes = 0;  ///< of the quantized layer in memory, scales included
+};
+
+/// Compares the linear layers of two models of one configuration, in order. Throws when they differ
+/// in their layers.
+std::vector<LayerChange> compare_layers(const TransformerImpl& original,
+                                        const TransformerImpl& quantized);
 
 }  // namespace gptfast
