@@ -27,6 +27,13 @@ CommandLine command_line() {
   line.text("output", "the file to write; default: model.pth beside the input");
   line.choice("dtype", "of the weights; default: that of the input, bfloat16 for a quantized one",
               "", {"float32", "bfloat16", "float16"});
+  line.choice("gptq_zeros",
+              "how a GPTQ file that does not say stores zeros: v1 minus one, v2 as they are", "",
+              {"", "v1", "v2"});
+  line.choice("scales",
+              "dtype of the scales of imported int4 weights; bfloat16 is what the Python original "
+              "loads",
+              "float32", {"float32", "bfloat16"});
   line.text("config", "the model: a known name or a JSON file; default: what the input says");
   line.text("inspect", "list the tensors of this .pth file instead of converting");
   line.flag("hash", "with --inspect: the SHA-256 of each tensor");
@@ -64,6 +71,8 @@ int convert_main(int argc, const char* const* argv) {
   Progress progress("converting", Progress::Unit::kBytes, line.get_flag("quiet"));
   ConvertOptions options;
   options.config = line.get_text("config");
+  options.gptq_zeros = line.get_text("gptq_zeros");
+  options.scales = parse_dtype("scales", line.get_text("scales"));
   options.progress = progress.callback();
   if (!line.get_flag("quiet"))
     options.note = [](const std::string& text) { std::cerr << "note: " << text << std::endl; };

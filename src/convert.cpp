@@ -10,7 +10,9 @@
 #include "dtype_names.h"
 #include "gguf.h"
 #include "gptfast/checkpoint.h"
+#include "gptfast/quantize.h"
 #include "import.h"
+#include "int4_layout.h"
 #include "output_file.h"
 
 namespace gptfast {
@@ -59,6 +61,23 @@ std::vector<std::unique_ptr<OutputFile>> write_side_files(const Import& import,
   return pending;
 }
 
+/// Writes a weight that stays int4. Returns the largest change of a value that bfloat16 scales
+/// made.
+double write_int4(CheckpointWriter& writer, const SourceTensor& tensor,
+                  at::ScalarType scales_dtype) {
+  const auto [exact, perm] = tensor.read_int4();
+  Int4Weight weight = exact;
+  weight.scales = exact.scales.to(scales_dtype);
+  weight.zeros = exact.zeros.to(scales_dtype);
+  const auto [packed, scales_and_zeros] = int4_file_tensors(weight);
+  const std::string fqn = tensor.name.substr(0, tensor.name.rfind('.'));
+  writer.add(tensor.name, packed);
+  writer.add(fqn + ".scales_and_zeros", scales_and_zeros);
+  if (perm.defined()) writer.add(fqn + ".perm", perm.to(at::kInt));
+  if (scales_dtype == at::kFloat) return 0;
+  return (weight.dequantize() - exact.dequantize()).abs().max().item<double>();
+}
+
 /// Writes the checkpoint and the files beside it; all of them appear only when everything is
 /// written.
 void write_model(const Import& import, const fs::path& output, const ConvertOptions& options) {
@@ -73,11 +92,24 @@ void write_model(const Import& import, const fs::path& output, const ConvertOpti
   TORCH_CHECK(!error, folder.string(), ": cannot be made: ", error.message());
   CheckpointWriter writer(output);
   int64_t done = 0;
+  std::vector<std::string> notes = import.notes;
+  double largest_change = 0;
+  bool packed = false;
   for (const auto& tensor : tensors) {
-    writer.add(tensor.name, tensor.read(dtype));
+    if (tensor.read_int4 && tensor.shape[0] % 8 == 0) {
+      largest_change = std::max(largest_change, write_int4(writer, tensor, options.scales));
+      packed = true;
+    } else {
+      if (tensor.read_int4) notes.push_back(unpacked_rows_note(tensor.name, tensor.shape[0]));
+      writer.add(tensor.name, tensor.read(dtype));
+    }
     done += static_cast<int64_t>(tensor.bytes);
     if (options.progress) options.progress(done, total);
   }
+  if (packed) writer.set_record(kInt4LayoutRecord, to_string(Int4Layout::kCuda));
+  if (packed && options.scales != at::kFloat)
+    notes.push_back(
+        c10::str("the largest change of a weight by bfloat16 scales is ", largest_change));
   // The original's loader wants a head; a tied one shares the embedding's bytes.
   if (source.config.tie_word_embeddings && tensors.back().name != "output.weight")
     writer.add_alias("output.weight", "tok_embeddings.weight");
@@ -85,7 +117,7 @@ void write_model(const Import& import, const fs::path& output, const ConvertOpti
   for (const auto& file : side_files) file->commit();
   writer.finish();
   if (options.note) {
-    for (const auto& note : import.notes) options.note(note);
+    for (const auto& note : notes) options.note(note);
   }
 }
 
@@ -127,7 +159,7 @@ Import import_gguf(const fs::path& file, const std::string& config) {
 }
 
 void convert(const fs::path& input, const fs::path& output, const ConvertOptions& options) {
-  write_model(fs::is_directory(input) ? import_directory(input, options.config)
+  write_model(fs::is_directory(input) ? import_directory(input, options.config, options.gptq_zeros)
                                       : import_file(input, options.config),
               output, options);
 }

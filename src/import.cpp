@@ -9,6 +9,7 @@
 #include "checkpoint_reader.h"
 #include "gptfast/checkpoint.h"
 #include "gptfast/tokenizer.h"
+#include "import_gptq.h"
 #include "json_file.h"
 #include "pickle.h"
 #include "safetensors.h"
@@ -232,7 +233,8 @@ std::optional<nlohmann::json> model_args_in(const fs::path& file) {
 
 }  // namespace
 
-Import import_directory(const fs::path& directory, const std::string& config) {
+Import import_directory(const fs::path& directory, const std::string& config,
+                        const std::string& gptq_zeros) {
   std::vector<SourceTensor> tensors = load_hf_tensors(directory);
   if (tensors.empty()) {
     const auto files = consolidated_files(directory);
@@ -245,6 +247,13 @@ Import import_directory(const fs::path& directory, const std::string& config) {
   Import import{.folder = directory};
   import.weights.file = directory.string();
   adopt_config(directory / "model.pth", config, import);
+  if (has_packed_weights(tensors)) {
+    const PackedFormat format = read_packed_format(directory, gptq_zeros);
+    tensors = unpack_quantized(std::move(tensors), format);
+    if (format.bits == 8)
+      import.notes.push_back(
+          "weights of 8 bits become floating ones; only --dtype float32 keeps them exactly");
+  }
   adopt(std::move(tensors), import.weights);
   carry_tokenizer(import);
   return import;

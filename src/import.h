@@ -30,7 +30,10 @@ struct Import {
 Import import_gguf(const std::filesystem::path& file, const std::string& config);
 /// A Hugging Face directory, one of Meta's (consolidated.NN.pth or .pt with params.json), or one
 /// such file alone: .safetensors, .bin, .pth or .pt, of llama2.c too.
-Import import_directory(const std::filesystem::path& directory, const std::string& config);
+/// Weights that GPTQ or AWQ packed stay int4; `gptq_zeros` says how GPTQ's zeros are stored where
+/// the files do not.
+Import import_directory(const std::filesystem::path& directory, const std::string& config,
+                        const std::string& gptq_zeros);
 Import import_tensor_file(const std::filesystem::path& file, const std::string& config);
 /// llama2.c's own .bin, float32: without a version ("legacy") and version 1.
 Import import_llama2c(const std::filesystem::path& file, const std::string& config);

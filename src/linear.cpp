@@ -92,8 +92,11 @@ Tensor LinearImpl::forward(const Tensor& x) {
 #ifdef GPTFAST_CUDA
       // On a GPU the packed form is what there is; products run in x's dtype, as for the other
       // formats.
-      if (!reference && packed_.defined() && packed_.is_cuda() && x.scalar_type() != at::kFloat)
-        return at::linear(x, ops::cuda::unpack_int4(view(), x.device(), x.scalar_type()));
+      if (!reference && packed_.defined() && packed_.is_cuda() && x.scalar_type() != at::kFloat) {
+        return at::linear(x, scheme.act_order
+                                 ? packed_.to(x.scalar_type())
+                                 : ops::cuda::unpack_int4(view(), x.device(), x.scalar_type()));
+      }
 #endif
       return at::linear(x.to(at::kFloat), dequantize().to(x.device())).to(x.scalar_type());
     default:
@@ -148,6 +151,7 @@ void LinearImpl::copy_from(const LinearImpl& other) {
   if (other.scales_and_zeros.defined()) scales_and_zeros.set_data(other.scales_and_zeros);
   if (other.packed_.defined()) packed_ = other.packed_.clone();
   kernel_scales_ = other.kernel_scales_;
+  perm = other.perm;
 }
 
 WeightView LinearImpl::view() const {

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <map>
+#include <memory>
 
 #include "dtype_names.h"
 #include "gptfast/checkpoint.h"
@@ -38,6 +40,33 @@ std::vector<Tensor> read_all(const std::vector<SourceTensor>& parts, at::ScalarT
   return tensors;
 }
 
+/// Rows of several weights below each other.
+PackedInt4 join_rows(const std::string& name, const std::vector<PackedInt4>& parts) {
+  const PackedInt4& first = parts.front();
+  std::vector<Tensor> q;
+  std::vector<Tensor> scales;
+  std::vector<Tensor> zeros;
+  for (const auto& [weight, perm] : parts) {
+    const bool same_order =
+        perm.defined() == first.perm.defined() && (!perm.defined() || at::equal(perm, first.perm));
+    TORCH_CHECK(same_order, "tensor ", name,
+                ": its parts put their columns into groups in different orders (g_idx), so they "
+                "cannot be fused");
+    TORCH_CHECK(weight.groupsize == first.weight.groupsize, "tensor ", name,
+                ": its parts have groups of ", first.weight.groupsize, " and of ", weight.groupsize,
+                " columns");
+    q.push_back(weight.q);
+    scales.push_back(weight.scales);
+    zeros.push_back(weight.zeros);
+  }
+  return {.weight = {.q = at::cat(q),
+                     .scales = at::cat(scales),
+                     .zeros = at::cat(zeros),
+                     .in_features = first.weight.in_features,
+                     .groupsize = first.weight.groupsize},
+          .perm = first.perm};
+}
+
 }  // namespace
 
 SourceTensor concatenate(const std::string& name, std::vector<SourceTensor> parts, int64_t dim) {
@@ -53,9 +82,20 @@ SourceTensor concatenate(const std::string& name, std::vector<SourceTensor> part
                 at::IntArrayRef(parts[i].shape), " of part ", i + 1,
                 " does not fit that of the first, ", at::IntArrayRef(parts[0].shape));
   }
-  result.read = [parts = std::move(parts), dim](at::ScalarType dtype) {
-    return at::cat(read_all(parts, dtype), dim);
+  const bool packed =
+      dim == 0 && std::all_of(parts.begin(), parts.end(),
+                              [](const SourceTensor& part) { return part.read_int4; });
+  const auto shared = std::make_shared<const std::vector<SourceTensor>>(std::move(parts));
+  result.read = [shared, dim](at::ScalarType dtype) {
+    return at::cat(read_all(*shared, dtype), dim);
   };
+  if (packed) {
+    result.read_int4 = [shared, name] {
+      std::vector<PackedInt4> weights;
+      for (const auto& part : *shared) weights.push_back(part.read_int4());
+      return join_rows(name, weights);
+    };
+  }
   return result;
 }
 
@@ -75,6 +115,7 @@ SourceTensor stack(const std::string& name, std::vector<SourceTensor> parts) {
 SourceTensor transform(SourceTensor source, std::vector<int64_t> shape,
                        std::function<Tensor(const Tensor&)> change) {
   source.shape = std::move(shape);
+  source.read_int4 = {};
   source.read = [read = std::move(source.read), change = std::move(change)](at::ScalarType dtype) {
     return change(read(dtype)).contiguous();
   };
@@ -86,9 +127,22 @@ SourceTensor interleave_heads(SourceTensor source, int64_t n_head) {
   TORCH_CHECK(shape.size() == 2 && shape[0] % (2 * n_head) == 0, "tensor ", source.name,
               " has the shape ", at::IntArrayRef(shape), ", which is not made of ", n_head,
               " heads");
-  return transform(std::move(source), shape, [n_head, shape](const Tensor& w) {
-    return w.view({n_head, 2, shape[0] / n_head / 2, shape[1]}).transpose(1, 2).reshape(shape);
-  });
+  const auto interleave = [n_head](const Tensor& w) {  // rows of a matrix
+    const std::vector<int64_t> halves = {n_head, 2, w.size(0) / n_head / 2, w.size(1)};
+    return w.view(halves).transpose(1, 2).reshape(w.sizes());
+  };
+  const auto read_int4 = source.read_int4;
+  SourceTensor result = transform(std::move(source), shape, interleave);
+  if (read_int4) {
+    result.read_int4 = [read_int4, interleave] {
+      PackedInt4 packed = read_int4();
+      Int4Weight& weight = packed.weight;
+      for (Tensor* rows : {&weight.q, &weight.scales, &weight.zeros})
+        *rows = interleave(rows->contiguous());
+      return packed;
+    };
+  }
+  return result;
 }
 
 std::vector<SourceTensor> rename_all(std::vector<SourceTensor> tensors, Renamer renamer) {

@@ -10,10 +10,18 @@
 #include <vector>
 
 #include "gptfast/config.h"
+#include "gptfast/linear.h"
 
 namespace gptfast {
 
 using at::Tensor;
+
+/// A linear weight that other programs quantized to 4 bits.
+struct PackedInt4 {
+  Int4Weight weight;
+  Tensor perm =
+      {};  ///< [K] int64: stored column k is the layer's input perm[k]; undefined: in order
+};
 
 struct SourceTensor {
   std::string name = {};
@@ -23,6 +31,8 @@ struct SourceTensor {
   uint64_t bytes = 0;  ///< in the file
   /// The values as `dtype`, contiguous or a view of the mapped file.
   std::function<Tensor(at::ScalarType dtype)> read = {};
+  /// The same values as codes, for weights that stay quantized; empty for all others.
+  std::function<PackedInt4()> read_int4 = {};
 };
 
 /// A tensor that already exists (a view of a mapped file).

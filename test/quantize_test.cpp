@@ -104,7 +104,8 @@ TEST(QuantizeFile, Int8OfAnotherModelHasTheOriginalsHashes) {
   const json expected = read_json(golden("quantize/tiny-gqa.sha256.json")).at("int8");
   const StateDict actual = load_checkpoint(dir / "out.pth");
   EXPECT_EQ(actual.size(), expected.size());
-  for (const auto& [name, tensor] : actual) EXPECT_EQ(sha256_of(tensor), expected.at(name)) << name;
+  for (const auto& [name, tensor] : actual)
+    EXPECT_EQ(sha256_of(tensor), expected.at(name).get<std::string>()) << name;
 }
 
 TEST(QuantizeFile, Int4IsTheOriginalsFileFromAGpu) {
@@ -130,8 +131,10 @@ TEST(QuantizeFile, Int4OfEveryGroupSizeHasTheOriginalsHashes) {
       const json& hashes = expected.at("int4.g" + std::to_string(g));
       if (!hashes.contains(layer.name + ".q_nibbles"))
         continue;  // not every layer is in the golden data
-      EXPECT_EQ(sha256_of(weight.q), hashes.at(layer.name + ".q_nibbles")) << layer.name;
-      EXPECT_EQ(sha256_of(scales_and_zeros), hashes.at(layer.name + ".scales_and_zeros"))
+      EXPECT_EQ(sha256_of(weight.q), hashes.at(layer.name + ".q_nibbles").get<std::string>())
+          << layer.name;
+      EXPECT_EQ(sha256_of(scales_and_zeros),
+                hashes.at(layer.name + ".scales_and_zeros").get<std::string>())
           << layer.name;
       ++compared;
     }
@@ -335,10 +338,10 @@ TEST(QuantizeProgram, WritesTheOriginalsNamesAndJson) {
   const ProgramResult int8 = run_quantize(input + " --json 2>/dev/null");
   ASSERT_EQ(int8.status, 0);
   const json result = json::parse(int8.out);
-  EXPECT_EQ(result.at("mode"), "int8");
-  EXPECT_EQ(result.at("output"), (dir / "model_int8.pth").string());
+  EXPECT_EQ(result.at("mode").get<std::string>(), "int8");
+  EXPECT_EQ(result.at("output").get<std::string>(), (dir / "model_int8.pth").string());
   EXPECT_EQ(result.at("layers").size(), 11);
-  EXPECT_EQ(result.at("layers").at(0).at("scheme"), "int8");
+  EXPECT_EQ(result.at("layers").at(0).at("scheme").get<std::string>(), "int8");
   EXPECT_TRUE(fs::exists(dir / "model_int8.pth"));
 
   ASSERT_EQ(run_quantize(input + " -q int4 --groupsize 64 --label _new_ --json 2>/dev/null").status,

@@ -17,7 +17,11 @@ struct ConvertOptions {
   std::string config;  ///< --config: table name or JSON file, when the source does not say
   std::function<void(int64_t done, int64_t total)> progress;  ///< bytes of the source
   std::function<void(const std::string&)>
-      note;  ///< one line that the user should read, such as a missing tokenizer
+      note;                     ///< one line that the user should read, such as a missing tokenizer
+  std::string gptq_zeros = {};  ///< --gptq_zeros "v1" or "v2", for GPTQ files that do not say
+  /// Of imported int4 weights. float32 keeps their values exactly; bfloat16 is what the Python
+  /// original loads.
+  at::ScalarType scales = at::kFloat;
 };
 
 /// Converts `input` to `output` (a model.pth) and puts config.json and the tokenizer beside it.
