@@ -13,12 +13,13 @@ case "${1:-}" in
 esac
 
 install_packages "${BUILD_PACKAGES[@]}" "${TEST_PACKAGES[@]}"
-install_torch
-build "$BUILD" -DGPTFAST_TESTS=ON
 
 say "Checking the format"
 cd "$ROOT"
 git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format --dry-run -Werror
+
+install_torch
+build "$BUILD" -DGPTFAST_TESTS=ON
 
 export GPTFAST_SMOLLM2=$BUILD/models/SmolLM2-135M-Instruct
 [ -e "$GPTFAST_SMOLLM2/model.pth" ] ||

@@ -212,7 +212,8 @@ SourceTensor to_source(PackedLayer layer, const PackedFormat& format) {
   const Sizes sizes = sizes_of(layer, format);
   SourceTensor result{.name = layer.name + ".weight",
                       .shape = {sizes.n, sizes.k},
-                      .dtype = layer.parts.at(".scales").dtype};  // that of the model's other tensors
+                      .dtype =
+                          layer.parts.at(".scales").dtype};  // that of the model's other tensors
   for (const auto& [suffix, part] : layer.parts) result.bytes += part.bytes;
   const auto shared = std::make_shared<const PackedLayer>(std::move(layer));
   result.read = [shared, format](at::ScalarType dtype) {

@@ -79,7 +79,8 @@ TEST_F(SmolLM2, Int4) {
     Transformer model = quantized({.format = WeightFormat::kInt4, .groupsize = g});
     const double expected = expected_.at("ppl").at("int4.g" + std::to_string(g)).get<double>();
     EXPECT_NEAR(perplexity(model) / expected, 1, 1e-3) << g;
-    EXPECT_LT(fs::file_size(dir_ / "model.pth"), fs::file_size(source_) / 3);
+    // Smaller than the model in bfloat16, though the file pads K = 576 to 1024.
+    EXPECT_LT(fs::file_size(dir_ / "model.pth"), fs::file_size(source_) / 2);
   }
 }
 

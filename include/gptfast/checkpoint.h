@@ -42,29 +42,35 @@ class StateDict {
   std::unordered_map<std::string, size_t> index_;
 };
 
-/// Reads what Python's torch.save wrote: a dict, an OrderedDict, a module's state_dict() with its _metadata, or any of these
-/// under "model"; tensors and Parameters, shared storages, pickle protocols 2 to 5, zip and legacy files. Nested dicts give
-/// names joined by '/'. No code in a file is ever executed: a global outside the allow-list is refused by name.
+/// Reads what Python's torch.save wrote: a dict, an OrderedDict, a module's state_dict() with its
+/// _metadata, or any of these under "model"; tensors and Parameters, shared storages, pickle
+/// protocols 2 to 5, zip and legacy files. Nested dicts give names joined by '/'. No code in a file
+/// is ever executed: a global outside the allow-list is refused by name.
 ///
-/// The file is mapped once and tensors are views of the mapping (copy-on-write), which lives as long as any of them; sizes,
-/// offsets and strides are checked against the file. Only storages that the file does not align to 64 bytes, as legacy files
-/// do not, are copied. requires_grad and the device in the file are ignored: tensors are plain ones on the CPU. Throws
-/// c10::Error with one line that names the file, what it is (an HTML page, a Git-LFS pointer, a TorchScript archive, a
-/// safetensors file, a truncated file, ...) and what to do. A file without tensors gives an empty StateDict.
+/// The file is mapped once and tensors are views of the mapping (copy-on-write), which lives as
+/// long as any of them; sizes, offsets and strides are checked against the file. Only storages that
+/// the file does not align to 64 bytes, as legacy files do not, are copied. requires_grad and the
+/// device in the file are ignored: tensors are plain ones on the CPU. Throws c10::Error with one
+/// line that names the file, what it is (an HTML page, a Git-LFS pointer, a TorchScript archive, a
+/// safetensors file, a truncated file, ...) and what to do. A file without tensors gives an empty
+/// StateDict.
 ///
-/// `records`, when given, receives the small extra zip records that are ours (see CheckpointWriter::set_record).
-StateDict load_checkpoint(const std::filesystem::path& file, std::map<std::string, std::string>* records = nullptr);
+/// `records`, when given, receives the small extra zip records that are ours (see
+/// CheckpointWriter::set_record).
+StateDict load_checkpoint(const std::filesystem::path& file,
+                          std::map<std::string, std::string>* records = nullptr);
 
-/// Takes the file's pages under `tensor` out of this process's memory, for a tensor of load_checkpoint
-/// (or a view of one) that nobody has written to: it stays valid, and the next read brings the pages
-/// back. No effect on tensors that do not lie in a mapped file.
+/// Takes the file's pages under `tensor` out of this process's memory, for a tensor of
+/// load_checkpoint (or a view of one) that nobody has written to: it stays valid, and the next read
+/// brings the pages back. No effect on tensors that do not lie in a mapped file.
 void release_pages(const Tensor& tensor);
 
 /// Writes a .pth tensor by tensor, for models larger than memory. Python reads the result with
 /// torch.load(weights_only=True, mmap=True): a plain dict with the keys in the order of add().
-/// Nothing appears under `file` before finish(): a temporary file in the same directory is synced and renamed.
-/// The destructor removes an unfinished temporary file. Tensors lie at multiples of 64 bytes, and each is written whole:
-/// storages that tensors share are shared in the file only through add_alias.
+/// Nothing appears under `file` before finish(): a temporary file in the same directory is synced
+/// and renamed. The destructor removes an unfinished temporary file. Tensors lie at multiples of 64
+/// bytes, and each is written whole: storages that tensors share are shared in the file only
+/// through add_alias.
 class CheckpointWriter {
  public:
   explicit CheckpointWriter(const std::filesystem::path& file);
@@ -72,9 +78,11 @@ class CheckpointWriter {
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
 
-  /// Appends one tensor (made contiguous, copied from its device). Throws when the name was used or the disk is full.
+  /// Appends one tensor (made contiguous, copied from its device). Throws when the name was used or
+  /// the disk is full.
   void add(const std::string& name, const Tensor& tensor);
-  /// Gives the tensor `existing` a second name that shares its storage, as torch.save does for tied weights.
+  /// Gives the tensor `existing` a second name that shares its storage, as torch.save does for tied
+  /// weights.
   void add_alias(const std::string& name, const std::string& existing);
   /// Adds a record `extra/<name>` beside the tensors, which Python ignores.
   void set_record(const std::string& name, const std::string& bytes);
