@@ -85,6 +85,9 @@ LinearImpl::LinearImpl(int64_t in_features, int64_t out_features, WeightScheme s
 
 Tensor LinearImpl::forward(const Tensor& x) {
   if (substitute) return substitute(x);
+  if (!reference && has_kernel_form()) {
+    if (Tensor y = ops::linear(x, *this); y.defined()) return y;
+  }
   switch (scheme.format) {
     case WeightFormat::kInt8:
       return at::linear(x, weight.to(x.scalar_type())) * scales;
@@ -101,6 +104,17 @@ Tensor LinearImpl::forward(const Tensor& x) {
       return at::linear(x.to(at::kFloat), dequantize().to(x.device())).to(x.scalar_type());
     default:
       return at::linear(x, weight);
+  }
+}
+
+bool LinearImpl::has_kernel_form() const {
+  switch (scheme.format) {
+    case WeightFormat::kInt8:
+      return kernel_scales_.defined();
+    case WeightFormat::kInt4:
+      return packed_.defined();
+    default:
+      return weight.is_contiguous();
   }
 }
 

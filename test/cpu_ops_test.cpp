@@ -194,6 +194,27 @@ TEST(CpuKernels, RowsDoNotDependOnTheirNumberOrOnThePiece) {
   }
 }
 
+TEST(CpuKernels, MatmulMatchesExactProductsForOddSizes) {
+  at::manual_seed(7);
+  for (const Kernels* kernels : runnable()) {
+    for (const FormatCase& c : kFormats) {
+      for (const int64_t n : {1, 33, 70}) {
+        for (const int64_t k : {8, 101, 576, 1088}) {
+          const TestWeight weight(c.format, n, k, c.groupsize);
+          const Tensor x = at::randn({27, k});
+          const Tensor out = at::empty({27, n});
+          std::vector<float> panel(cpu::kPanelColumns * cpu::kMaxPanelRows);
+          kernels->matmul(weight.view, 0, n, x.const_data_ptr<float>(), 27, out.data_ptr<float>(),
+                          n, panel.data());
+          EXPECT_LT(error_of_product(out, weight.values, x), kExact)
+              << kernels->name << " " << to_string(c.format) << " g" << c.groupsize << " " << n
+              << "x" << k;
+        }
+      }
+    }
+  }
+}
+
 TEST(CpuKernels, OneLargeColumnCostsLessThanBFloat16Activations) {
   at::manual_seed(4);
   for (const Kernels* kernels : runnable()) {

@@ -72,7 +72,8 @@ struct WeightView {
 struct LinearImpl : torch::nn::Module {
   LinearImpl(int64_t in_features, int64_t out_features, WeightScheme scheme);
 
-  /// x [..., K] floating -> [..., N] in x's dtype. Literal translation of the original's forward;
+  /// x [..., K] floating -> [..., N] in x's dtype. The matrix kernels of ops::linear where the
+  /// device has them, else and with `reference` the literal translation of the original's forward;
   /// int4 dequantizes to fp32.
   Tensor forward(const Tensor& x);
   /// [N, K] in float32: the values that every kernel of this layer computes with.
@@ -102,6 +103,8 @@ struct LinearImpl : torch::nn::Module {
   Tensor perm;
 
  private:
+  bool has_kernel_form() const;  // prepare() was called where the format needs it
+
   Tensor packed_;  // int4: the device's layout. Not registered: it is no part of the checkpoint
   Tensor kernel_scales_;  // int8: [N] float32
 };

@@ -55,6 +55,10 @@ StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, a
 /// The layout that the kernels of `device` read; a 1-D uint8 tensor on that device.
 Tensor pack_int4(const Int4Weight& weight, at::Device device);
 
+/// x W^T [..., N] in x's dtype for any number of rows, float32 products: the matrix kernels behind
+/// Linear::forward. Undefined where the device has none; plain ATen serves then.
+Tensor linear(const Tensor& x /* [..., K] */, const LinearImpl& layer);
+
 /// x[r] = table[tokens[r]]. An id outside the table gives NaN: ids are checked on the host, this
 /// keeps memory safe.
 void embed(const StepRows& rows, const Tensor& table /* [V, D] */, Tensor& x /* [M, D] */);

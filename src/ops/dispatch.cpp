@@ -73,6 +73,11 @@ Tensor pack_int4(const Int4Weight& weight, at::Device device) {
 #endif
 }
 
+Tensor linear(const Tensor& x, const LinearImpl& layer) {
+  if (on_cpu(x) && !cpu::library_is_faster(x, layer)) return cpu::linear(x, layer);
+  return {};
+}
+
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
   RECORD_FUNCTION("gptfast::embed", {});
   if (on_cpu(table)) return cpu::embed(rows, table, x);

@@ -7,7 +7,6 @@
 namespace gptfast::cpu::GPTFAST_ISA {
 
 constexpr int kTileVectors = kRowTile / kLanes;  // vectors of 16 rows
-constexpr int64_t kBlockBytes = kRowTile * kBlock / 2;
 
 #if defined(__AVX512F__)
 
@@ -142,8 +141,8 @@ inline void int4_tile(const Weight& weight, const uint8_t* w, const QuantizedRow
     w += 2 * kRowTile * sizeof(T);
     Float group[kRows][kTileVectors] = {};
     const int64_t end = b + group_blocks < blocks ? b + group_blocks : blocks;
-    for (; b < end; ++b, w += kBlockBytes) {
-      for (int64_t line = 0; line < kBlockBytes; line += 64) prefetch_ahead<1>(w + line, 0);
+    for (; b < end; ++b, w += kInt4BlockBytes) {
+      for (int64_t line = 0; line < kInt4BlockBytes; line += 64) prefetch_ahead<1>(w + line, 0);
 #pragma GCC unroll 1  // unrolled, GCC keeps the activations of both vectors and spills them
       for (int v = 0; v < kTileVectors; ++v) {
         Int4Dot dots[kRows];
@@ -174,9 +173,7 @@ inline void int4_tile(const Weight& weight, const uint8_t* w, const QuantizedRow
 template <class T>
 void gemv_int4(const Weight& weight, int64_t begin, int64_t end, const QuantizedRows& x, int rows,
                float* out, int64_t out_stride) {
-  const int64_t blocks = (weight.k + kBlock - 1) / kBlock;
-  const int64_t tile_bytes =
-      x.layout.groups * 2 * kRowTile * static_cast<int64_t>(sizeof(T)) + blocks * kBlockBytes;
+  const int64_t tile_bytes = Int4Shape(weight.k, weight.groupsize, sizeof(T)).tile_bytes;
   const uint8_t* w =
       static_cast<const uint8_t*>(weight.data) + kInt4HeaderBytes + begin / kRowTile * tile_bytes;
   for (int64_t n = begin; n < end; n += kRowTile, w += tile_bytes) {

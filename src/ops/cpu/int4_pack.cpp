@@ -101,9 +101,7 @@ Tensor pack_int4(const Int4Weight& weight) {
               ", zeros ", zeros.sizes(), ", expected [", n, ", ", (k + 1) / 2, "] and twice [", n,
               ", ", source.groups, "]");
   const int64_t tiles = (n + kRowTile - 1) / kRowTile;
-  const int64_t blocks = (k + kBlock - 1) / kBlock;
-  const int64_t tile_bytes =
-      source.groups * 2 * kRowTile * source.item + blocks * kRowTile * kBlock / 2;
+  const int64_t tile_bytes = gptfast::cpu::Int4Shape(k, weight.groupsize, source.item).tile_bytes;
   Tensor packed = at::empty({kInt4HeaderBytes + tiles * tile_bytes}, at::kByte);
   auto* out = static_cast<std::byte*>(packed.data_ptr());
   std::memset(out, 0, kInt4HeaderBytes);

@@ -21,6 +21,9 @@ constexpr int64_t kRowTile =
 constexpr int64_t kBlock = 32;   ///< columns that share a scale of a quantized activation
 constexpr int64_t kSplit = 256;  ///< cache positions of one partial softmax
 constexpr int64_t kInt4HeaderBytes = 64;
+constexpr int64_t kInt4BlockBytes = kRowTile * kBlock / 2;  // codes of 16 rows and 32 columns
+constexpr int64_t kMaxPanelRows = 32;   ///< weight rows of a panel of matmul, at most
+constexpr int64_t kPanelColumns = 512;  ///< 64 KB of float32 weights stay in the second-level cache
 
 /// One weight matrix [n, k]; data as WeightView says.
 struct Weight {
@@ -41,6 +44,17 @@ struct Weight {
 /// activations that are 0.
 struct Int4Header {
   int64_t float32_scales;
+};
+
+/// Sizes within a packed int4 weight.
+struct Int4Shape {
+  constexpr Int4Shape(int64_t k, int64_t groupsize, int64_t scale_bytes)
+      : groups((k + groupsize - 1) / groupsize),
+        group_bytes(2 * kRowTile * scale_bytes),
+        tile_bytes(groups * group_bytes + (k + kBlock - 1) / kBlock * kInt4BlockBytes) {}
+  int64_t groups;
+  int64_t group_bytes;  // scales and zeros of 16 rows
+  int64_t tile_bytes;
 };
 
 /// Where the rows of activations go that `prepare` makes for a weight format, and how it makes
@@ -90,6 +104,11 @@ struct Kernels {
   /// written up to the next multiple of kRowTile.
   void (*gemv)(const Weight& weight, int64_t begin, int64_t end, const void* activations, int rows,
                float* out, int64_t out_stride);
+  /// out[m * out_stride + n] = dot(weight row n, x[m]) for n in [begin, end) and any number of
+  /// float32 rows x [rows, k], with float32 products. `panel`: kPanelColumns * kMaxPanelRows
+  /// floats.
+  void (*matmul)(const Weight& weight, int64_t begin, int64_t end, const float* x, int64_t rows,
+                 float* out, int64_t out_stride, float* panel);
   void (*attend)(const AttendArgs& args);
   /// h[i] = silu(gate[i]) * up[i].
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* h);

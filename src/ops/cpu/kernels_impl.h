@@ -6,6 +6,7 @@
 #include "ops/cpu/gemv_float.h"
 #include "ops/cpu/gemv_int4.h"
 #include "ops/cpu/gemv_int8.h"
+#include "ops/cpu/matmul.h"
 
 namespace gptfast::cpu::GPTFAST_ISA {
 
@@ -150,7 +151,8 @@ inline void from_float(const float* in, int64_t n, Dtype dtype, void* out) {
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name, activation_bytes, prepare, gemv, attend, silu_mul, merge, to_float, from_float};
+  return {name,   activation_bytes, prepare, gemv,     matmul,
+          attend, silu_mul,         merge,   to_float, from_float};
 }
 
 }  // namespace gptfast::cpu::GPTFAST_ISA

@@ -71,7 +71,7 @@ struct QuantizedRows {
   const char* row(int m) const { return data + m * stride; }
 };
 
-/// Quantizes 32 columns. `sum`: of the columns themselves.
+/// Quantizes 32 columns. `total`: sum of the columns themselves.
 inline void quantize_block(const float* x, Int* codes, BlockMeta& meta, float& total) {
   Float v[kBlockVectors];
   Float largest{};

@@ -10,6 +10,10 @@ namespace gptfast::ops::cpu {
 const char* path();
 
 Tensor pack_int4(const Int4Weight& weight);
+/// True where LibTorch's own product of bfloat16 matrices uses the CPU's bfloat16 instructions.
+bool library_is_faster(const Tensor& x, const LinearImpl& layer);
+/// As ops::linear.
+Tensor linear(const Tensor& x, const LinearImpl& layer);
 void embed(const StepRows& rows, const Tensor& table, Tensor& x);
 void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
                          double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
