@@ -39,6 +39,69 @@ std::string trimmed(std::string_view text) {
   return std::string(text.substr(begin, text.find_last_not_of(" \t\r\n") - begin + 1));
 }
 
+/// Llama 3 and ChatML: every message has a header, whoever speaks.
+std::vector<int32_t> encode_messages(const Tokenizer& tokenizer, ChatTemplate chat_template,
+                                     const std::vector<ChatMessage>& messages) {
+  TurnBuilder turn(tokenizer);
+  if (chat_template == ChatTemplate::kLlama3) {
+    turn.marker("<|begin_of_text|>");
+    const auto header = [&](const std::string& role) {
+      turn.marker("<|start_header_id|>").text(role).marker("<|end_header_id|>");
+    };
+    for (const ChatMessage& message : messages) {
+      header(message.role);
+      turn.text("\n\n" + trimmed(message.content)).marker("<|eot_id|>");
+    }
+    header("assistant");
+    turn.text("\n\n");
+  } else {
+    const int32_t bos = tokenizer.add_bos() ? tokenizer.bos_id() : -1;
+    if (bos != tokenizer.token_id("<|im_start|>")) turn.id(bos);
+    for (const ChatMessage& message : messages) {
+      turn.marker("<|im_start|>").text(message.role + "\n" + message.content);
+      turn.marker("<|im_end|>").text("\n");
+    }
+    turn.marker("<|im_start|>").text("assistant\n");
+  }
+  return turn.take();
+}
+
+/// Llama 2 and Mistral: turns of a user and the answer.
+std::vector<int32_t> encode_turns(const Tokenizer& tokenizer, ChatTemplate chat_template,
+                                  const std::vector<ChatMessage>& messages) {
+  const bool llama2 = chat_template == ChatTemplate::kLlama2;
+  std::vector<int32_t> ids;
+  std::string system;
+  bool first = true;
+  for (const ChatMessage& message : messages) {
+    std::vector<int32_t> more;
+    if (message.role == "system") {
+      system = llama2 ? "<<SYS>>\n" + message.content + "\n<</SYS>>\n\n" : message.content + "\n\n";
+    } else if (message.role == "user") {
+      more = encode_turn(tokenizer, chat_template, system + message.content, first);
+      system.clear();
+      first = false;
+    } else {
+      more = tokenizer.encode(trimmed(message.content) + (llama2 ? " " : ""));
+    }
+    ids.insert(ids.end(), more.begin(), more.end());
+  }
+  return ids;
+}
+
+void check_messages(const std::vector<ChatMessage>& messages) {
+  std::string_view expected = "user";
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const std::string& role = messages[i].role;
+    if (i == 0 && role == "system") continue;
+    TORCH_CHECK(role == expected, "message ", i, " has the role '", role.substr(0, 40),
+                "', expected '", expected,
+                "': after one system message at most, user and assistant take turns");
+    expected = role == "user" ? "assistant" : "user";
+  }
+  TORCH_CHECK(expected == "assistant", "the last message must be the user's");
+}
+
 }  // namespace
 
 ChatTemplate chat_template_from_string(std::string_view name, const Tokenizer& tokenizer) {
@@ -107,6 +170,17 @@ std::vector<int32_t> encode_turn(const Tokenizer& tokenizer, ChatTemplate chat_t
       break;
   }
   return turn.take();
+}
+
+std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, ChatTemplate chat_template,
+                                 const std::vector<ChatMessage>& messages) {
+  TORCH_CHECK(chat_template != ChatTemplate::kNone,
+              "no chat template is known for this model; name one with --chat_template");
+  check_messages(messages);
+  const bool headers =
+      chat_template == ChatTemplate::kLlama3 || chat_template == ChatTemplate::kChatml;
+  return headers ? encode_messages(tokenizer, chat_template, messages)
+                 : encode_turns(tokenizer, chat_template, messages);
 }
 
 std::vector<int32_t> turn_end_ids(const Tokenizer& tokenizer, ChatTemplate chat_template) {

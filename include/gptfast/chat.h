@@ -24,6 +24,19 @@ ChatTemplate chat_template_from_string(std::string_view name, const Tokenizer& t
 std::vector<int32_t> encode_turn(const Tokenizer& tokenizer, ChatTemplate chat_template,
                                  std::string_view user, bool first);
 
+/// One message of a conversation.
+struct ChatMessage {
+  std::string role;  ///< "system" (first message only), "user" or "assistant"
+  std::string content;
+};
+
+/// Tokens of a whole conversation, ending where the model is to answer. Users and the assistant
+/// take turns, a user first and last. Content is always text. Templates without a place for a
+/// system message put it in front of the first user's text. Throws saying what is wrong with the
+/// messages, and for kNone.
+std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, ChatTemplate chat_template,
+                                 const std::vector<ChatMessage>& messages);
+
 /// The tokens that end an answer under the template, besides Tokenizer::stop_ids().
 std::vector<int32_t> turn_end_ids(const Tokenizer& tokenizer, ChatTemplate chat_template);
 
