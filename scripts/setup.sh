@@ -10,7 +10,7 @@ say() { printf '\033[1m== %s\033[0m\n' "$*" >&2; }
 fail() { printf '%s\n' "$*" >&2; exit 1; }
 
 BUILD_PACKAGES=(g++ cmake ninja-build pkg-config git ca-certificates python3 python3-venv libsentencepiece-dev
-                libcxxopts-dev nlohmann-json3-dev libpcre2-dev)
+                libcpp-httplib-dev libcxxopts-dev nlohmann-json3-dev libpcre2-dev)
 TEST_PACKAGES=(libgtest-dev clang-format)
 
 # install_packages NAME...: installs the Debian packages that are missing.
