@@ -1,6 +1,7 @@
 #include "common.h"
 
 #include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -343,6 +344,11 @@ at::Device parse_device(const std::string& text) {
   }
   if (default_device() == "cpu")
     throw UsageError("--device " + text + ": this build or this machine has no CUDA device");
+  const int count = at::detail::getCUDAHooks().deviceCount();
+  if (*index >= count) {
+    throw UsageError("--device " + text + ": this machine has " + std::to_string(count) +
+                     " CUDA device(s), cuda:0 to cuda:" + std::to_string(count - 1));
+  }
   return {at::kCUDA, static_cast<at::DeviceIndex>(*index)};
 }
 

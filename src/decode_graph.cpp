@@ -35,7 +35,8 @@ struct DecodeGraph::State {
   /// One step on the current stream.
   void run_step() {
     const Tensor next = model.step(tokens, pos, slot, params);
-    C10_CUDA_CHECK(cuda::advance({.stream = stream.stream(), .pdl = false},
+    const bool overlap = ops::cuda::overlap_kernels(model.device());
+    C10_CUDA_CHECK(cuda::advance({.stream = stream.stream(), .pdl = overlap},
                                  {.next = next.const_data_ptr<int32_t>(),
                                   .rows = static_cast<int>(pos.numel()),
                                   .tokens = tokens.mutable_data_ptr<int32_t>(),

@@ -10,6 +10,7 @@
 #include "gptfast/tp.h"
 #include "int4_layout.h"
 #ifdef GPTFAST_CUDA
+#include "ops/cuda/step_ops.h"
 #include "ops/cuda/upload.h"
 #endif
 
@@ -63,10 +64,16 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
 #ifdef GPTFAST_CUDA
   std::optional<cuda::Uploader> uploader;
   std::vector<Tensor> sent;  // the uploader still reads these
-  if (options.device.is_cuda()) uploader.emplace(options.device);
 #endif
   int64_t total = 0, done = 0;
   for (const auto& [name, tensor] : tensors) total += static_cast<int64_t>(tensor.nbytes());
+#ifdef GPTFAST_CUDA
+  if (options.device.is_cuda()) {
+    ops::cuda::check_device(options.device);
+    ops::cuda::check_memory(options.device, total, "the weights");
+    uploader.emplace(options.device);
+  }
+#endif
   const auto load = [&](const std::string& name, Tensor& registered) {
     const Tensor source = tensors.take(name);
     Tensor value = source;

@@ -6,6 +6,9 @@
 #include <numbers>
 
 #include "gptfast/checkpoint.h"
+#ifdef GPTFAST_CUDA
+#include "ops/cuda/step_ops.h"
+#endif
 #include "gptfast/tp.h"
 
 namespace gptfast {
@@ -132,25 +135,37 @@ void TransformerImpl::set_reference(bool on) {
 
 void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
   if (max_batch_size >= batch_size && max_seq_length >= seq_length) return;
-  max_batch_size = std::max(max_batch_size, batch_size);
-  max_seq_length = std::max(max_seq_length, find_multiple(seq_length, 8));
+  batch_size = std::max(max_batch_size, batch_size);
+  seq_length = std::max(max_seq_length, find_multiple(seq_length, 8));
+  max_batch_size = max_seq_length = 0;  // until there are new ones
   decode_graph_.reset();
+#ifdef GPTFAST_CUDA
+  if (device().is_cuda()) {
+    for (auto& layer : layers) layer->attention->kv_cache = {};
+    const int64_t elements =
+        2 * config.n_layer * batch_size * config.n_local_heads * seq_length * config.head_dim;
+    ops::cuda::check_memory(device(), elements * static_cast<int64_t>(c10::elementSize(dtype())),
+                            "the caches of keys and values");
+  }
+#endif
   const auto options = at::TensorOptions(device()).dtype(dtype());
   for (auto& layer : layers) {
     KVCache& cache = layer->attention->kv_cache;
     cache = {};  // frees the old one first
-    const std::vector<int64_t> shape = {max_batch_size, config.n_local_heads, max_seq_length,
+    const std::vector<int64_t> shape = {batch_size, config.n_local_heads, seq_length,
                                         config.head_dim};
     // Not zeroed: positions are written before they are read, and the CPU commits fresh pages only
     // as the text grows.
     cache = {.k_cache = at::empty(shape, options), .v_cache = at::empty(shape, options)};
   }
-  freqs_cis_ = precompute_freqs_cis(max_seq_length, config.head_dim, config.rope_base, dtype(),
+  freqs_cis_ = precompute_freqs_cis(seq_length, config.head_dim, config.rope_base, dtype(),
                                     config.rope_scaling)
                    .to(device());
-  buffers_ = ops::make_step_buffers(config, max_seq_length, device());
+  buffers_ = ops::make_step_buffers(config, seq_length, device());
   if (tp_)
     shard_logits_ = at::empty({kMaxStepRows, output->out_features}, buffers_.logits.options());
+  max_batch_size = batch_size;
+  max_seq_length = seq_length;
 }
 
 Tensor TransformerImpl::hidden(const Tensor& idx, const Tensor& input_pos, int64_t first_slot) {

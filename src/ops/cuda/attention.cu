@@ -2,6 +2,8 @@
 // so that a row's result depends on its own position only. A block computes (row, key head, chunk)
 // items; the one that finishes a row's last chunk merges them in order. The number of items follows
 // the used length, read on the device.
+#include <algorithm>
+
 #include "ops/cuda/device.cuh"
 #include "ops/cuda/launch.cuh"
 
@@ -11,7 +13,9 @@ namespace {
 constexpr int kSplit = 256;  // positions of a chunk: ops.h's kAttentionSplit
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kMaxHeads = 4;  // query heads that share a read of keys and values; bounds registers
+// Query heads that share a read of keys and values. More would need registers that the linear
+// stages beside it use; the heads' blocks run side by side, so the second read comes from L2.
+constexpr int kMaxHeads = 2;
 constexpr int kMaxRegisters =
     96;                     // a block fits an SM beside two blocks of linear stages (stage.cuh)
 constexpr int kVector = 8;  // elements of 16 bytes
@@ -102,6 +106,24 @@ __device__ inline void read_rows(const AttentionArgs& a, const Item& item, const
     const int position = item.chunk * kSplit + L::position(step + i);
     if (position >= begin && position < end) {
       raw[i] = __ldcg(reinterpret_cast<const uint4*>(from + position * a.cache.head_dim));
+    }
+  }
+}
+
+/// The same into shared memory, asynchronously: slot i of this thread. A thread reads back only
+/// what it copied.
+template <typename T, int Lanes>
+__device__ inline void copy_rows(const AttentionArgs& a, const Item& item, const void* cache,
+                                 int begin, int end, uint32_t slots) {
+  using L = Layout<Lanes>;
+  const T* from = static_cast<const T*>(cache) + item.base + L::dim();
+  if (L::dim() >= a.cache.head_dim) return;
+#pragma unroll
+  for (int i = 0; i < L::kReads; ++i) {
+    const int position = item.chunk * kSplit + L::position(i);
+    if (position >= begin && position < end) {
+      copy_async16(slots + i * kThreads * 16, from + position * a.cache.head_dim, true,
+                   evict_first_policy());
     }
   }
 }
@@ -313,32 +335,40 @@ __device__ inline void read_queries(const AttentionArgs& a, const Item& item,
   }
 }
 
-/// One chunk of one row: scores, softmax, weighted values. `rows` holds the first batch of keys,
-/// complete up to position `read`.
+/// One chunk of one row: scores, softmax, weighted values. `rows` holds the first batch of keys and
+/// `slots` will hold that of values, complete up to position `read`.
 template <typename T, int Lanes, int Heads>
 __device__ void attend_chunk(const AttentionArgs& a, const Item& item, int read,
-                             uint4 (&rows)[Layout<Lanes>::kReads], SharedState& s, float* out) {
+                             uint4 (&rows)[Layout<Lanes>::kReads], uint32_t slots, SharedState& s,
+                             float* out) {
   using L = Layout<Lanes>;
   const int end = item.position + 1;
   const int steps = min(L::kSteps, (item.position - item.chunk * kSplit) / L::kPositions + 1);
   float q[Heads][kVector];
   read_queries<Lanes, Heads>(a, item, q);
+  copy_rows<T, Lanes>(a, item, a.cache.v, read, end, slots);
   read_rows<T, Lanes>(a, item, a.cache.k, 0, read, end, rows);
   score_rows<T, Lanes, Heads>(item, 0, rows, q, s);
   for (int step = L::kReads; step < steps; step += L::kReads) {
     read_rows<T, Lanes>(a, item, a.cache.k, step, 0, end, rows);
     score_rows<T, Lanes, Heads>(item, step, rows, q, s);
   }
-  read_rows<T, Lanes>(a, item, a.cache.v, 0, 0, end, rows);  // in flight during the softmax
   __syncthreads();
   softmax_chunk(item, s);
   __syncthreads();
   float acc[Heads][kVector] = {};
+  commit_copies();
+  wait_copies<0>();
+#pragma unroll
+  for (int i = 0; i < L::kReads; ++i) {
+    if (L::dim() < a.cache.head_dim) rows[i] = load_shared16(slots + i * kThreads * 16);
+  }
   weigh_rows<T, Lanes, Heads>(item, 0, rows, s, acc);
   for (int step = L::kReads; step < steps; step += L::kReads) {
     read_rows<T, Lanes>(a, item, a.cache.v, step, 0, end, rows);
     weigh_rows<T, Lanes, Heads>(item, step, rows, s, acc);
   }
+  __syncthreads();  // `out` takes the place of the values
   store_sums<Lanes, Heads>(a, acc, out);
   __syncthreads();
   store_chunk<Heads>(a, item, s, out);
@@ -363,7 +393,8 @@ __device__ inline bool is_last(const AttentionArgs& a, const Item& item, SharedS
 template <typename T, int Lanes, int Heads>
 __global__ void __maxnreg__(kMaxRegisters)
     attention_kernel(const __grid_constant__ AttentionArgs a) {
-  extern __shared__ __align__(16) float out[];  // [kWarps][Heads][Dh]
+  extern __shared__ __align__(
+      16) float out[];  // values [kReads][kThreads], then [kWarps][Heads][Dh]
   __shared__ SharedState s;
   __shared__ float stats[kWarps * kMaxHeads * 2];
   launch_dependents();
@@ -377,17 +408,19 @@ __global__ void __maxnreg__(kMaxRegisters)
   int index = static_cast<int>(blockIdx.x);
   Item item;
   uint4 rows[Layout<Lanes>::kReads] = {};
+  const uint32_t slots = shared_address(out) + threadIdx.x * 16;
   int read = 0;  // positions below this were written by earlier steps, so they may be read at once
   bool active = index < items && find_item(a, index, item);
   if (active) {
     read = min(a.map.pos[item.row / a.map.seq_len], item.position);
     prefetch_past<T>(a, item, read);
     read_rows<T, Lanes>(a, item, a.cache.k, 0, 0, read, rows);
+    copy_rows<T, Lanes>(a, item, a.cache.v, 0, read, slots);
   }
   wait_for_predecessor();
   while (index < items) {
     if (active) {
-      attend_chunk<T, Lanes, Heads>(a, item, read, rows, s, out);
+      attend_chunk<T, Lanes, Heads>(a, item, read, rows, slots, s, out);
       if (item.chunks > 1 && is_last(a, item, s)) merge_chunks<Heads>(a, item, out, stats);
       __syncthreads();
     }
@@ -399,7 +432,8 @@ __global__ void __maxnreg__(kMaxRegisters)
 
 template <typename T, int Lanes, int Heads>
 cudaError_t launch_attention(const Launch& launch, const AttentionArgs& a, int blocks) {
-  const int bytes = kWarps * Heads * a.cache.head_dim * static_cast<int>(sizeof(float));
+  const int bytes = std::max(kWarps * Heads * a.cache.head_dim * static_cast<int>(sizeof(float)),
+                             Layout<Lanes>::kReads * kThreads * 16);
   return launch_kernel(launch, attention_kernel<T, Lanes, Heads>, dim3(blocks), kThreads, bytes, a);
 }
 

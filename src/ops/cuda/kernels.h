@@ -17,6 +17,7 @@ enum class Format : int { kBFloat16, kFloat16, kInt8, kInt4 };
 struct Launch {
   cudaStream_t stream = nullptr;
   bool pdl = true;
+  bool clusters = false;  ///< the device has thread block clusters (sm_90)
 };
 
 /// One linear layer as linear.h's WeightView lays it out. A gated pair has its second weight in

@@ -7,7 +7,8 @@
 
 namespace gptfast::cuda {
 
-template <typename... Params, typename... Args>
+/// Cluster: blocks that share their memories (sm_90).
+template <int Cluster = 1, typename... Params, typename... Args>
 inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...), dim3 grid,
                                  int threads, int shared_bytes, const Args&... args) {
   if (shared_bytes > 48 * 1024) {  // what a block may have without asking
@@ -21,16 +22,25 @@ inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...)
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                            cudaSharedmemCarveoutMaxShared);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (launch.pdl) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (Cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = Cluster;
+    attributes[count].val.clusterDim.y = 1;
+    attributes[count++].val.clusterDim.z = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = launch.stream;
-  config.attrs = &attribute;
-  config.numAttrs = launch.pdl ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
@@ -39,6 +49,13 @@ inline cudaError_t multiprocessors(int& count) {
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+}
+
+inline cudaError_t shared_limit(int& bytes) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
 }  // namespace gptfast::cuda

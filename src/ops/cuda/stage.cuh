@@ -10,76 +10,32 @@
 
 #include <algorithm>
 
-#include "ops/cuda/device.cuh"
-#include "ops/cuda/formats.cuh"
 #include "ops/cuda/launch.cuh"
+#include "ops/cuda/stage_input.cuh"
+#include "ops/cuda/stage_layout.cuh"
 
 namespace gptfast::cuda {
-
-enum class Stage { kQkv, kResidual, kGateUp, kHead };
-
-// Measured on an H200 with Llama-2-7B, M = 1: 8 warps, 72 KB, two resident blocks beat 12 and 16
-// warps, 48 KB with three and 80 KB. Two blocks of successive stages and one of attention
-// (attention.cu) fill an SM's registers: 80 a thread, which is what three blocks would have.
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kRegisterBlocks = 3;
-constexpr int kRingBytes = 72 * 1024;  // of a block
-
-struct StageArgs {
-  StageInput in;
-  Weight w;
-  RowMap map;
-  Cache cache;
-  const float* freqs_cis;
-  float* out;
-  int first_row;  // of the step, where rows go in several launches
-  int units;      // of a tile
-  int tiles;
-  int batch;     // tiles of a block between two reductions, at most kWarps
-  int padded_k;  // multiple of kChunk
-  int norm_bytes;
-};
-
-/// Offsets in dynamic shared memory; the same on host and device.
-struct SharedLayout {
-  int values, pitch, scales, sums, sums_pitch, norm, partial, squares, total;
-};
-
-template <class W>
-__host__ __device__ constexpr int ring_depth() {
-  return kRingBytes / kWarps / W::kSlotBytes;
-}
-
-template <class W>
-__device__ inline uint32_t next_slot(uint32_t slot, uint32_t ring) {
-  const uint32_t next = slot + W::kSlotBytes;
-  return next == ring + static_cast<uint32_t>(ring_depth<W>() * W::kSlotBytes) ? ring : next;
-}
-
-constexpr int kPartialBytes = kWarps * kTileRows * 4;  // sums of a tile and an input row
-
-template <class W>
-__host__ __device__ inline SharedLayout shared_layout(int rows, int padded_k, int batch,
-                                                      int norm_bytes) {
-  SharedLayout s{};
-  s.values = kWarps * ring_depth<W>() * W::kSlotBytes;
-  s.pitch = padded_k / W::kUnitColumns * kUnitXBytes + 64;
-  s.scales = s.values + W::kParts * rows * s.pitch;
-  s.sums = s.scales + (W::kInteger ? padded_k / kChunk * 8 * 4 : 0);
-  s.sums_pitch = padded_k / kChunk * 16 + 16;
-  s.norm = s.sums + (W::kGroup > 0 ? 2 * rows * s.sums_pitch : 0);
-  s.partial = s.norm + norm_bytes;
-  s.squares = s.partial + batch * rows * kPartialBytes;
-  s.total = s.squares + kWarps * rows * 4;
-  return s;
-}
 
 /// The units of a tile that a warp multiplies: first, first + kWarps, ... The first one moves from
 /// tile to tile, so that all warps get as many.
 __device__ inline int first_unit(int warp, int tile, int units) {
   return (warp + tile * (kWarps - units % kWarps)) % kWarps;
 }
+
+/// The tiles of a block: first, first + step, ... below last. Neighbouring tiles share pages of
+/// memory, which large stages need; otherwise blocks take turns, which spreads the end of the
+/// stream better.
+struct TileRange {
+  int first, last, step;
+
+  __device__ explicit TileRange(const StageArgs& a) {
+    const auto block = static_cast<int64_t>(blockIdx.x);
+    const auto blocks = static_cast<int>(gridDim.x);
+    first = static_cast<int>(a.neighbours ? a.tiles * block / blocks : block);
+    last = static_cast<int>(a.neighbours ? a.tiles * (block + 1) / blocks : a.tiles);
+    step = a.neighbours ? 1 : blocks;
+  }
+};
 
 template <class W>
 __device__ inline int row_bytes(const StageArgs& a) {
@@ -94,7 +50,9 @@ struct Stream {
   const uint32_t ring;  // where this lane writes in the first slot
   const int warp, lane;
   uint32_t slot;  // and in the oldest slot
-  int tile, unit = 0;
+  const TileRange tiles;
+  int tile;
+  int unit = 0;
   const uint8_t* half0 = nullptr;  // this lane's bytes of rows 0-7 of the unit
   const uint8_t* half1 = nullptr;  // and of rows 8-15
   int next0 = 0;                   // row-major: from a lane's row to its other one, 4 further
@@ -107,18 +65,19 @@ struct Stream {
         warp(warp_index),
         lane(lane_index),
         slot(ring),
-        tile(static_cast<int>(blockIdx.x)) {
+        tiles(args),
+        tile(tiles.first) {
     open_tile();
   }
 
   /// Finds the next tile from `tile` on with units for this warp. A gated pair's tile has 8 rows of
   /// each weight; rows past the end repeat the last one and their results are dropped.
   __device__ void open_tile() {
-    for (; tile < a.tiles; tile += static_cast<int>(gridDim.x)) {
+    for (; tile < tiles.last; tile += tiles.step) {
       unit = first_unit(warp, tile, a.units);
       if (unit < a.units) break;
     }
-    if (tile >= a.tiles) return;
+    if (tile >= tiles.last) return;
     constexpr bool kGated = S == Stage::kGateUp;
     const uint8_t* data0 = static_cast<const uint8_t*>(a.w.data);
     const uint8_t* data1 = kGated ? static_cast<const uint8_t*>(a.w.data2) : data0;
@@ -128,13 +87,13 @@ struct Stream {
       half1 = data1 + bytes * (kGated ? tile : 2 * tile + 1) + lane * 16;
     } else {
       const int pitch = row_bytes<W>(a);
-      const int last = a.w.n - 1;
-      const int row0 = min(tile * (kGated ? 8 : 16) + (lane >> 3), last);
-      const int row1 = kGated ? row0 : min(row0 + 8, last);
+      const int end = a.w.n - 1;
+      const int row0 = min(tile * (kGated ? 8 : 16) + (lane >> 3), end);
+      const int row1 = kGated ? row0 : min(row0 + 8, end);
       half0 = data0 + static_cast<int64_t>(row0) * pitch + (lane & 7) * 16;
       half1 = data1 + static_cast<int64_t>(row1) * pitch + (lane & 7) * 16;
-      next0 = min(4, last - row0) * pitch;
-      next1 = min(4, last - row1) * pitch;
+      next0 = min(4, end - row0) * pitch;
+      next1 = min(4, end - row1) * pitch;
     }
     half0 += unit * W::kUnitStep;
     half1 += unit * W::kUnitStep;
@@ -143,13 +102,13 @@ struct Stream {
   /// Requests the next unit into the oldest slot. Always commits a group, so that the number in
   /// flight is known.
   __device__ void request() {
-    if (tile < a.tiles) {
+    if (tile < tiles.last) {
       copy();
       unit += kWarps;
       half0 += kWarps * W::kUnitStep;
       half1 += kWarps * W::kUnitStep;
       if (unit >= a.units) {
-        tile += static_cast<int>(gridDim.x);
+        tile += tiles.step;
         open_tile();
       }
     }
@@ -178,146 +137,6 @@ struct Stream {
     }
   }
 };
-
-__device__ inline uint32_t low_bytes(const uint32_t (&v)[4]) {
-  return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
-}
-
-/// Converts four columns of an input row and stores them if `in`. c: chunk, m: row.
-template <class W>
-__device__ inline void store_input(uint8_t* shared, const SharedLayout& s, int rows, int m, int c,
-                                   int lane, bool in_row, float4 v) {
-  if constexpr (!W::kInteger) {
-    const uint2 packed = {W::convert2(v.x, v.y), W::convert2(v.z, v.w)};
-    if (in_row) {
-      *reinterpret_cast<uint2*>(shared + s.values + m * s.pitch + (c * kChunk + lane * 4) * 2) =
-          packed;
-    }
-  } else {
-    const float in[4] = {v.x, v.y, v.z, v.w};
-    uint32_t bits = 0;  // of the largest |x|; as integers NaN is above infinity, so it is kept
-#pragma unroll
-    for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(in[i]) & 0x7fffffffU);
-    const float top = __uint_as_float(__reduce_max_sync(0xffffffffU, bits));
-    const float inverse = top > 1e-30F ? __fdividef(127.0F, top) : 0.0F;
-    uint32_t hi_bits[4];
-    uint32_t lo_bits[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // adding kMagic rounds; the low byte is the integer
-      const float hi = __fmaf_rn(in[i], inverse, kMagic);
-      const float rest = __fmaf_rn(in[i], inverse, kMagic - hi);
-      hi_bits[i] = __float_as_uint(hi);
-      lo_bits[i] = __float_as_uint(__fmaf_rn(rest, 254.0F, kMagic));
-    }
-    const uint32_t hi = low_bytes(hi_bits);
-    const uint32_t lo = low_bytes(lo_bits);
-    const int position = c * kChunk + W::word_position(lane) * 4;
-    float* scales = reinterpret_cast<float*>(shared + s.scales) + c * 8;
-    if (in_row) {
-      *reinterpret_cast<uint32_t*>(shared + s.values + m * s.pitch + position) = hi;
-      *reinterpret_cast<uint32_t*>(shared + s.values + (rows + m) * s.pitch + position) = lo;
-      if (lane == 0) scales[m] = top * (W::kInputScale / 127.0F);
-      if (lane == 1 && rows <= 4) scales[m + 4] = top * (W::kInputScale / 127.0F);
-    }
-  }
-  if constexpr (W::kGroup > 0) {
-    float sum = (v.x + v.y) + (v.z + v.w);
-#pragma unroll
-    for (int offset = 1; offset < W::kGroup / 4; offset *= 2) {
-      sum += __shfl_xor_sync(0xffffffffU, sum, offset);
-    }
-    if (in_row && lane % (W::kGroup / 4) == 0) {
-      const int position = c * 16 + W::sum_position(lane / (W::kGroup / 4)) * 2;
-      const __nv_bfloat16 hi = __float2bfloat16_rn(sum);
-      const __nv_bfloat16 lo = __float2bfloat16_rn(sum - __bfloat162float(hi));
-      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + m * s.sums_pitch + position) = hi;
-      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + (rows + m) * s.sums_pitch + position) =
-          lo;
-    }
-  }
-}
-
-/// The columns of the zeros' products that no group fills.
-template <class W>
-__device__ inline void clear_sums(uint8_t* shared, const SharedLayout& s, int rows) {
-  if constexpr (W::kGroup > 0) {
-    const int words = 2 * rows * s.sums_pitch / 4;
-    for (int i = static_cast<int>(threadIdx.x); i < words; i += kThreads) {
-      *reinterpret_cast<uint32_t*>(shared + s.sums + i * 4) = 0;
-    }
-    __syncthreads();
-  }
-}
-
-/// Requests the norm's weight, which no kernel writes: each lane copies what it will read.
-template <class W>
-__device__ inline void request_norm(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
-                                    int warp, int lane) {
-  const uint32_t base = shared_address(shared) + s.norm;
-  const uint8_t* from = static_cast<const uint8_t*>(a.in.norm_weight);
-  for (int k = warp * kChunk + lane * 4; k < a.w.k; k += kWarps * kChunk) {
-    if (a.in.norm_type == Scalar::kFloat32) {
-      copy_async16(base + k * 4, from + k * 4, true, evict_first_policy());
-    } else {
-      copy_async8(base + k * 2, from + k * 2);
-    }
-  }
-  commit_copies();
-}
-
-/// x, times the norm's weight if there is one, into shared memory; the sums of squares of each
-/// warp's columns beside it. The norm's factor 1 / rms is applied to the results, so nothing here
-/// waits for the whole row. A warp converts the chunks warp, warp + kWarps, ... of every row.
-template <class W, bool Norm>
-__device__ inline void load_input(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
-                                  int warp, int lane) {
-  constexpr int kBatch = 4;  // independent loads and conversions in flight
-  const int chunks = a.padded_k / kChunk;
-  const int rounds = (chunks + kWarps * kBatch - 1) / (kWarps * kBatch);  // of a row
-  const auto read = [&](int item, float4(&x)[kBatch]) {
-    const int first = warp + item % rounds * (kWarps * kBatch);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int k = (first + i * kWarps) * kChunk + lane * 4;
-      const float* row = a.in.x + static_cast<int64_t>(item / rounds) * a.w.k;
-      x[i] = k < a.w.k && item < rounds * a.in.rows
-                 ? __ldcg(reinterpret_cast<const float4*>(row + k))
-                 : float4{0, 0, 0, 0};
-    }
-  };
-  float4 x[kBatch];
-  read(0, x);
-  float sum = 0;
-  for (int item = 0; item < rounds * a.in.rows; ++item) {
-    float4 next[kBatch];
-    read(item + 1, next);
-    const int m = item / rounds;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int c = warp + (item % rounds * kBatch + i) * kWarps;
-      float4 v = x[i];
-      if constexpr (Norm) {
-        sum = __fmaf_rn(v.x, v.x, sum);
-        sum = __fmaf_rn(v.y, v.y, sum);
-        sum = __fmaf_rn(v.z, v.z, sum);
-        sum = __fmaf_rn(v.w, v.w, sum);
-        const int k = c * kChunk + lane * 4;
-        const float4 weight =
-            k < a.w.k ? load_scalar4(shared + s.norm, k, a.in.norm_type) : float4{0, 0, 0, 0};
-        v = {v.x * weight.x, v.y * weight.y, v.z * weight.z, v.w * weight.w};
-      }
-      store_input<W>(shared, s, a.in.rows, m, c, lane, c < chunks, v);
-      x[i] = next[i];
-    }
-    if constexpr (Norm) {
-      if ((item + 1) % rounds == 0) {
-        sum = warp_sum(sum);
-        if (lane == 0) reinterpret_cast<float*>(shared + s.squares)[m * kWarps + warp] = sum;
-        sum = 0;
-      }
-    }
-  }
-}
 
 /// What an output pair needs besides the sums; requested before the tile's weights are multiplied.
 template <Stage S>
@@ -504,11 +323,12 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
   float* partials = reinterpret_cast<float*>(shared + s.partial);
   const uint32_t first_slot = ring + W::read_offset(lane);
   uint32_t slot = first_slot;
-  int tile = static_cast<int>(blockIdx.x);
-  while (tile < a.tiles) {
+  const TileRange tiles(a);
+  int tile = tiles.first;
+  while (tile < tiles.last) {
     Epilogue<S> epilogue[2];  // of the tile that this warp finishes: its items lane and lane + 32
     int mine = -1;
-    for (int i = 0; i < a.batch && tile < a.tiles; ++i, tile += static_cast<int>(gridDim.x)) {
+    for (int i = 0; i < a.batch && tile < tiles.last; ++i, tile += tiles.step) {
       if (i == warp) {
         mine = i;
         if (lane < rows * 8) epilogue[0].template prefetch<W>(a, tile, lane);
@@ -533,18 +353,19 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
         finish_item<W, S>(a, s, shared, sums, epilogue[1], lane + kWarp);
       }
     }
-    if (tile < a.tiles) __syncthreads();
+    if (tile < tiles.last) __syncthreads();
   }
 }
 
-/// Most shared memory a block may take; beyond it rows go in several launches.
-constexpr int kMaxShared = 227 * 1024;
 constexpr int kMaxPartial = 16 * 1024;  // sums that wait for a reduction
 
 template <class W, Stage S>
 inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
   int sms = 0;
+  int most_shared = 0;  // of a block; rows that need more go in several launches
   cudaError_t error = multiprocessors(sms);
+  if (error != cudaSuccess) return error;
+  error = shared_limit(most_shared);
   if (error != cudaSuccess) return error;
 
   args.padded_k = (args.w.k + kChunk - 1) / kChunk * kChunk;
@@ -554,6 +375,9 @@ inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
   if (S != Stage::kResidual) {
     args.norm_bytes = args.padded_k * (args.in.norm_type == Scalar::kFloat32 ? 4 : 2);
   }
+  const int64_t bytes_of_tile =
+      static_cast<int64_t>(args.units) * (W::kGroup > 0 ? W::kSlotBytes : kTileRows * kUnitXBytes);
+  args.neighbours = bytes_of_tile * args.tiles >= kNeighbourBytes;
   const int blocks = args.tiles < sms ? args.tiles : sms;
   const int rounds = args.tiles / blocks;
   const int total = args.in.rows;
@@ -563,12 +387,12 @@ inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
     const int per_block = rounds + 1;
     args.batch = std::min({per_block, most, kWarps});
     if (pass == 1 ||
-        shared_layout<W>(pass, args.padded_k, args.batch, args.norm_bytes).total <= kMaxShared)
+        shared_layout<W>(pass, args.padded_k, args.batch, args.norm_bytes).total <= most_shared)
       break;
     --pass;
   }
   const int bytes = shared_layout<W>(pass, args.padded_k, args.batch, args.norm_bytes).total;
-  if (bytes > kMaxShared) return cudaErrorInvalidValue;
+  if (bytes > most_shared) return cudaErrorInvalidValue;
   for (int first = 0; first < total; first += pass) {
     StageArgs part = args;
     part.first_row = first;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -17,21 +18,14 @@ namespace {
 
 namespace gpu = gptfast::cuda;
 
-/// GPTFAST_PDL=0: every kernel starts when its predecessor has completed. Results are the same; for
-/// tests and bug reports.
-bool overlap_kernels() {
-  const char* value = std::getenv("GPTFAST_PDL");
-  return value == nullptr || std::string_view(value) != "0";
-}
-
 /// Makes the tensors' device current for one op.
 class Device {
  public:
   explicit Device(const Tensor& t) : guard_(t.device()) {}
   gpu::Launch launch() const {
-    // The attribute exists from compute capability 9.0 on.
-    const bool hopper = at::cuda::getCurrentDeviceProperties()->major >= 9;
-    return {.stream = c10::cuda::getCurrentCUDAStream(), .pdl = hopper && overlap_kernels()};
+    return {.stream = c10::cuda::getCurrentCUDAStream(),
+            .pdl = overlap_kernels(guard_.current_device()),
+            .clusters = at::cuda::getCurrentDeviceProperties()->major >= 9};
   }
 
  private:
@@ -102,6 +96,12 @@ gpu::Cache cache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache) 
 
 }  // namespace
 
+bool overlap_kernels(at::Device device) {
+  const char* value = std::getenv("GPTFAST_PDL");
+  return at::cuda::getDeviceProperties(device.index())->major >= 9 &&
+         (value == nullptr || std::string_view(value) != "0");
+}
+
 bool supports(const LinearImpl& linear) {
   const WeightFormat f = linear.scheme.format;
   const int64_t multiple = f == WeightFormat::kInt8 ? 16 : 8;  // 16-byte pieces of a row
@@ -121,6 +121,24 @@ bool supports(TransformerImpl& model) {
     if (linear != nullptr && !supports(*linear)) return false;
   }
   return model.config.head_dim % 8 == 0 && model.config.head_dim <= 256;
+}
+
+void check_device(at::Device device) {
+  const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(device.index());
+  TORCH_CHECK(properties.major >= 8, "the GPU ", properties.name, " has compute capability ",
+              properties.major, ".", properties.minor,
+              "; bfloat16 and the CUDA kernels need 8.0 or newer: use --device cpu");
+}
+
+void check_memory(at::Device device, int64_t bytes, const char* what) {
+  const c10::cuda::CUDAGuard guard(device);
+  c10::cuda::CUDACachingAllocator::emptyCache();  // what earlier tensors left reserved is free, too
+  size_t free = 0;
+  size_t total = 0;
+  C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  TORCH_CHECK(static_cast<size_t>(bytes) <= free, what, " need ", bytes, " bytes on ", device,
+              ", which has ", free, " of ", total,
+              " free; use a quantized checkpoint, a shorter text or another device");
 }
 
 Tensor pack_int4(const Int4Weight& weight, at::Device device) {

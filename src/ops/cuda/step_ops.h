@@ -19,6 +19,16 @@ bool supports_attention(const Tensor& k_cache);
 /// can be captured.
 bool supports(TransformerImpl& model);
 
+/// True if kernels of a step may start while their predecessor runs: compute capability 9.0 or
+/// newer, and not GPTFAST_PDL=0 in the environment. Results are the same; the switch is for tests
+/// and bug reports.
+bool overlap_kernels(at::Device device);
+/// Throws unless the kernels can run on `device` (compute capability 8.0 or newer).
+void check_device(at::Device device);
+/// Throws with needed and free bytes unless `bytes` more fit the memory of `device`. `what`: "the
+/// weights".
+void check_memory(at::Device device, int64_t bytes, const char* what);
+
 Tensor pack_int4(const Int4Weight& weight, at::Device device);
 /// [n, k] in `dtype` (bfloat16 or float16) from what pack_int4 made.
 Tensor unpack_int4(const WeightView& weight, at::Device device, at::ScalarType dtype);

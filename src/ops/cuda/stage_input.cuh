@@ -1,0 +1,149 @@
+// The input rows of a linear stage: from global memory into the form that the products read
+// (formats.cuh).
+#pragma once
+
+#include "ops/cuda/stage_layout.cuh"
+
+namespace gptfast::cuda {
+
+__device__ inline uint32_t low_bytes(const uint32_t (&v)[4]) {
+  return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+}
+
+/// Converts four columns of an input row and stores them if `in`. c: chunk, m: row.
+template <class W>
+__device__ inline void store_input(uint8_t* shared, const SharedLayout& s, int rows, int m, int c,
+                                   int lane, bool in_row, float4 v) {
+  if constexpr (!W::kInteger) {
+    const uint2 packed = {W::convert2(v.x, v.y), W::convert2(v.z, v.w)};
+    if (in_row) {
+      *reinterpret_cast<uint2*>(shared + s.values + m * s.pitch + (c * kChunk + lane * 4) * 2) =
+          packed;
+    }
+  } else {
+    const float in[4] = {v.x, v.y, v.z, v.w};
+    uint32_t bits = 0;  // of the largest |x|; as integers NaN is above infinity, so it is kept
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(in[i]) & 0x7fffffffU);
+    const float top = __uint_as_float(__reduce_max_sync(0xffffffffU, bits));
+    const float inverse = top > 1e-30F ? __fdividef(127.0F, top) : 0.0F;
+    uint32_t hi_bits[4];
+    uint32_t lo_bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // adding kMagic rounds; the low byte is the integer
+      const float hi = __fmaf_rn(in[i], inverse, kMagic);
+      const float rest = __fmaf_rn(in[i], inverse, kMagic - hi);
+      hi_bits[i] = __float_as_uint(hi);
+      lo_bits[i] = __float_as_uint(__fmaf_rn(rest, 254.0F, kMagic));
+    }
+    const uint32_t hi = low_bytes(hi_bits);
+    const uint32_t lo = low_bytes(lo_bits);
+    const int position = c * kChunk + W::word_position(lane) * 4;
+    float* scales = reinterpret_cast<float*>(shared + s.scales) + c * 8;
+    if (in_row) {
+      *reinterpret_cast<uint32_t*>(shared + s.values + m * s.pitch + position) = hi;
+      *reinterpret_cast<uint32_t*>(shared + s.values + (rows + m) * s.pitch + position) = lo;
+      if (lane == 0) scales[m] = top * (W::kInputScale / 127.0F);
+      if (lane == 1 && rows <= 4) scales[m + 4] = top * (W::kInputScale / 127.0F);
+    }
+  }
+  if constexpr (W::kGroup > 0) {
+    float sum = (v.x + v.y) + (v.z + v.w);
+#pragma unroll
+    for (int offset = 1; offset < W::kGroup / 4; offset *= 2) {
+      sum += __shfl_xor_sync(0xffffffffU, sum, offset);
+    }
+    if (in_row && lane % (W::kGroup / 4) == 0) {
+      const int position = c * 16 + W::sum_position(lane / (W::kGroup / 4)) * 2;
+      const __nv_bfloat16 hi = __float2bfloat16_rn(sum);
+      const __nv_bfloat16 lo = __float2bfloat16_rn(sum - __bfloat162float(hi));
+      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + m * s.sums_pitch + position) = hi;
+      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + (rows + m) * s.sums_pitch + position) =
+          lo;
+    }
+  }
+}
+
+/// The columns of the zeros' products that no group fills.
+template <class W>
+__device__ inline void clear_sums(uint8_t* shared, const SharedLayout& s, int rows) {
+  if constexpr (W::kGroup > 0) {
+    const int words = 2 * rows * s.sums_pitch / 4;
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += kThreads) {
+      *reinterpret_cast<uint32_t*>(shared + s.sums + i * 4) = 0;
+    }
+    __syncthreads();
+  }
+}
+
+/// Requests the norm's weight, which no kernel writes: each lane copies what it will read.
+template <class W>
+__device__ inline void request_norm(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
+                                    int warp, int lane) {
+  const uint32_t base = shared_address(shared) + s.norm;
+  const uint8_t* from = static_cast<const uint8_t*>(a.in.norm_weight);
+  for (int k = warp * kChunk + lane * 4; k < a.w.k; k += kWarps * kChunk) {
+    if (a.in.norm_type == Scalar::kFloat32) {
+      copy_async16(base + k * 4, from + k * 4, true, evict_first_policy());
+    } else {
+      copy_async8(base + k * 2, from + k * 2);
+    }
+  }
+  commit_copies();
+}
+
+/// x, times the norm's weight if there is one, into shared memory; the sums of squares of each
+/// warp's columns beside it. The norm's factor 1 / rms is applied to the results, so nothing here
+/// waits for the whole row. A warp converts the chunks warp, warp + kWarps, ... of every row.
+template <class W, bool Norm>
+__device__ inline void load_input(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
+                                  int warp, int lane) {
+  constexpr int kBatch = 4;  // independent loads and conversions in flight
+  const int chunks = a.padded_k / kChunk;
+  const int rounds = (chunks + kWarps * kBatch - 1) / (kWarps * kBatch);  // of a row
+  const auto read = [&](int item, float4(&x)[kBatch]) {
+    const int first = warp + item % rounds * (kWarps * kBatch);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int k = (first + i * kWarps) * kChunk + lane * 4;
+      const float* row = a.in.x + static_cast<int64_t>(item / rounds) * a.w.k;
+      x[i] = k < a.w.k && item < rounds * a.in.rows
+                 ? __ldcg(reinterpret_cast<const float4*>(row + k))
+                 : float4{0, 0, 0, 0};
+    }
+  };
+  float4 x[kBatch];
+  read(0, x);
+  float sum = 0;
+  for (int item = 0; item < rounds * a.in.rows; ++item) {
+    float4 next[kBatch];
+    read(item + 1, next);
+    const int m = item / rounds;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int c = warp + (item % rounds * kBatch + i) * kWarps;
+      float4 v = x[i];
+      if constexpr (Norm) {
+        sum = __fmaf_rn(v.x, v.x, sum);
+        sum = __fmaf_rn(v.y, v.y, sum);
+        sum = __fmaf_rn(v.z, v.z, sum);
+        sum = __fmaf_rn(v.w, v.w, sum);
+        const int k = c * kChunk + lane * 4;
+        const float4 weight =
+            k < a.w.k ? load_scalar4(shared + s.norm, k, a.in.norm_type) : float4{0, 0, 0, 0};
+        v = {v.x * weight.x, v.y * weight.y, v.z * weight.z, v.w * weight.w};
+      }
+      store_input<W>(shared, s, a.in.rows, m, c, lane, c < chunks, v);
+      x[i] = next[i];
+    }
+    if constexpr (Norm) {
+      if ((item + 1) % rounds == 0) {
+        sum = warp_sum(sum);
+        if (lane == 0) reinterpret_cast<float*>(shared + s.squares)[m * kWarps + warp] = sum;
+        sum = 0;
+      }
+    }
+  }
+}
+
+}  // namespace gptfast::cuda
