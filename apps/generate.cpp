@@ -175,7 +175,12 @@ void print_figures(int64_t sample, const GenerateResult& result, const Transform
   std::printf(
       "Time for inference %ld: %.2f sec total, %.2f tokens/sec (decode alone: %.2f tokens/sec)\n",
       sample + 1, result.seconds, result.tokens_per_sec(), result.decode_tokens_per_sec());
-  std::printf("Bandwidth achieved: %.2f GB/s\n", bandwidth_gb_s(model, result));
+  std::printf("Bandwidth achieved: %.2f GB/s", bandwidth_gb_s(model, result));
+  if (const ModelArgs& config = model.config; config.num_experts > 0) {
+    std::printf(" (counting the %ld of %ld experts that a token activates)",
+                config.num_activated_experts, config.num_experts);
+  }
+  std::printf("\n");
   std::printf("FLOPS achieved: %.2f TF/s\n\n",
               static_cast<double>(model_params(model)) * total_tokens / result.seconds * 2 / 1e12);
   std::fflush(stdout);

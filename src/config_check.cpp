@@ -75,6 +75,9 @@ class Checker {
   // Four bits a value in whatever integers, with columns padded as the original pads them, or not.
   static bool int4_fits(const Tensor& weight, const std::vector<int64_t>& leading, int64_t n,
                         int64_t k) {
+    if (weight.dim() < std::ssize(leading) ||
+        weight.sizes().slice(0, leading.size()) != at::IntArrayRef(leading))
+      return false;
     int64_t rows = n;
     for (const int64_t size : leading) rows *= size;
     const int64_t values = static_cast<int64_t>(weight.nbytes()) * 2;

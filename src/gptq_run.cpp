@@ -289,6 +289,9 @@ std::vector<QuantizedLayer> quantize_gptq(const std::filesystem::path& checkpoin
                   model->layers[0]->attention->wqkv->scheme.format < WeightFormat::kInt8,
               "'", checkpoint_path.string(),
               "' is quantized already; quantize the model.pth that it was made from");
+  TORCH_CHECK(model->config.num_experts == 0, "'", checkpoint_path.string(),
+              "' is a mixture of experts, which int4-gptq cannot calibrate; use --mode int4 or "
+              "int8");
   CheckpointWriter writer(output);
   writer.set_record(kInt4LayoutRecord, to_string(Int4Layout::kCuda));
   std::vector<QuantizedLayer> layers = Calibration(model, data, writer, options).run();

@@ -5,6 +5,7 @@
 #include "gptfast/checkpoint.h"
 #include "gptfast/ops.h"
 #include "int4_layout.h"
+#include "load_model.h"
 #ifdef GPTFAST_CUDA
 #include "ops/cuda/step_ops.h"
 #endif
@@ -42,6 +43,10 @@ const char* to_string(WeightFormat format) {
 }
 
 WeightScheme weight_scheme(const StateDict& tensors, const std::string& fqn, int64_t in_features) {
+  if (is_expert_weight(fqn)) {  // all experts alike
+    const std::string expert = fqn + "[0]";
+    return weight_scheme(expert_tensors(tensors, fqn, 0, expert), expert, in_features);
+  }
   const Tensor& weight = tensors.at(fqn + ".weight");
   if (const Tensor* scales_and_zeros = tensors.find(fqn + ".scales_and_zeros")) {
     WeightScheme scheme{WeightFormat::kInt4,

@@ -3,8 +3,10 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <cmath>
 #include <map>
+#include <string_view>
 
 #include "gptfast/model.h"
 #include "gptfast/tp.h"
@@ -51,6 +53,33 @@ StateDict normalize(StateDict tensors, const ModelArgs& config) {
   return kept;
 }
 
+bool is_expert_weight(const std::string& name) {
+  constexpr std::string_view kStem = ".cond_ffn.w";
+  return name.size() > kStem.size() + 1 &&
+         std::string_view(name).substr(name.size() - kStem.size() - 1, kStem.size()) == kStem;
+}
+
+std::string expert_companion(const std::string& fqn, const std::string& kind) {
+  return fqn.substr(0, fqn.size() - 2) + kind + fqn.back();
+}
+
+StateDict expert_tensors(const StateDict& tensors, const std::string& fqn, int64_t e,
+                         const std::string& expert_fqn) {
+  const Tensor& weight = tensors.at(fqn);
+  StateDict expert;
+  expert.set(expert_fqn + ".weight", weight[e]);
+  for (const char* kind : {"scales", "scales_and_zeros"}) {
+    const std::string name = expert_companion(fqn, kind);
+    const Tensor* of_all = tensors.find(name);
+    if (of_all == nullptr) continue;
+    TORCH_CHECK(of_all->dim() > 1 && of_all->size(0) == weight.size(0), "tensor '", name,
+                "' has shape ", of_all->sizes(), ", expected ", weight.size(0),
+                " experts in its first dimension as in '", fqn, "'");
+    expert.set(expert_fqn + "." + kind, (*of_all)[e]);
+  }
+  return expert;
+}
+
 namespace {
 
 /// Puts `value` where a module registered a placeholder: the member handle and the registry share
@@ -78,7 +107,7 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
     const Tensor source = tensors.take(name);
     Tensor value = source;
     const bool is_file_int4 = value.scalar_type() == at::kInt || value.scalar_type() == at::kByte;
-    if (value.is_floating_point() && !name.ends_with(".scales_and_zeros"))
+    if (value.is_floating_point() && name.find(".scales_and_zeros") == std::string::npos)
       value = value.to(options.precision);
 #ifdef GPTFAST_CUDA
     if (uploader && !is_file_int4 && value.is_same(source) && source.is_contiguous()) {
@@ -102,8 +131,9 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
   for (const Tensor& source : sent) release_pages(source);
 #endif
   for (const auto& module : model.modules()) {
-    if (auto* linear = module->as<LinearImpl>()) linear->prepare(options.device);
+    if (auto* cond_ffn = module->as<ConditionalFeedForwardImpl>()) cond_ffn->bind();
   }
+  for (const auto& [name, linear] : named_linears(model)) linear->prepare(options.device);
 }
 
 /// The file's name only has to agree with what is inside.
@@ -197,34 +227,57 @@ void randomize(LinearImpl& linear, at::ScalarType precision, at::Device device) 
   linear.prepare(device);
 }
 
+/// From the experts' own tensors to those of the whole layer.
+void stack_experts(ConditionalFeedForwardImpl& cond_ffn) {
+  const auto stack = [](Tensor& of_all, const std::vector<Tensor>& of_experts) {
+    if (of_all.defined()) assign(of_all, at::stack(of_experts));
+  };
+  for (size_t i = 0; i < cond_ffn.weights.size(); ++i) {
+    std::vector<Tensor> weight, scales, scales_and_zeros;
+    for (const FeedForward& expert : cond_ffn.experts) {
+      LinearImpl& layer = *std::array{expert->w1, expert->w2, expert->w3}[i];
+      weight.push_back(layer.weight);
+      scales.push_back(layer.scales);
+      scales_and_zeros.push_back(layer.scales_and_zeros);
+    }
+    stack(cond_ffn.weights[i].weight, weight);
+    stack(cond_ffn.weights[i].scales, scales);
+    stack(cond_ffn.weights[i].scales_and_zeros, scales_and_zeros);
+  }
+  cond_ffn.bind();
+}
+
 }  // namespace
 
 Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision,
                          at::Device device, uint64_t seed) {
   at::manual_seed(seed);
   if (scheme.format < WeightFormat::kInt8) scheme.format = floating_format(precision, "random");
-  // As quantize writes it: a layer whose rows do not come in eights stays unquantized.
+  // As quantize writes it: a layer whose rows do not come in eights stays unquantized, and so does
+  // a router.
   const auto scheme_of = [&](const std::string& fqn) {
-    return fqn == "output" && scheme.format == WeightFormat::kInt4 && config.vocab_size % 8 != 0
-               ? WeightScheme{floating_format(precision, fqn)}
-               : scheme;
+    const bool odd_head =
+        fqn == "output" && scheme.format == WeightFormat::kInt4 && config.vocab_size % 8 != 0;
+    return odd_head || fqn.ends_with(".gate") ? WeightScheme{floating_format(precision, fqn)}
+                                              : scheme;
   };
   Transformer model(config, scheme_of);
   const auto options = at::TensorOptions(device).dtype(precision);
   // int4 words are drawn and packed on the host: on a GPU, layers of one shape repeat the first
   // one's values.
   std::map<std::pair<int64_t, int64_t>, const LinearImpl*> int4_layers;
-  for (const auto& module : model->modules()) {
-    if (auto* linear = module->as<LinearImpl>()) {
-      const LinearImpl*& first = int4_layers[{linear->out_features, linear->in_features}];
-      const bool repeat = device.is_cuda() && linear->scheme.format == WeightFormat::kInt4;
-      if (repeat && first != nullptr) {
-        linear->copy_from(*first);
-      } else {
-        randomize(*linear, precision, device);
-        first = linear;
-      }
+  for (const auto& [name, linear] : named_linears(*model)) {
+    const LinearImpl*& first = int4_layers[{linear->out_features, linear->in_features}];
+    const bool repeat = device.is_cuda() && linear->scheme.format == WeightFormat::kInt4;
+    if (repeat && first != nullptr) {
+      linear->copy_from(*first);
+    } else {
+      randomize(*linear, precision, device);
+      first = linear;
     }
+  }
+  for (const auto& module : model->modules()) {
+    if (auto* cond_ffn = module->as<ConditionalFeedForwardImpl>()) stack_experts(*cond_ffn);
     if (auto* norm = module->as<RMSNormImpl>())
       assign(norm->weight, at::ones({config.dim}, options));
     if (auto* embedding = module->as<EmbeddingImpl>()) {

@@ -90,13 +90,99 @@ Tensor FeedForwardImpl::forward(const Tensor& x) {
   return w2->forward(at::silu(w1->forward(x)) * w3->forward(x));
 }
 
+// ---- Mixture of experts
+
+namespace {
+
+/// w1, w2 or w3 of an expert.
+LinearImpl& expert_layer(FeedForwardImpl& expert, size_t index) {
+  return *std::array{expert.w1.get(), expert.w2.get(), expert.w3.get()}[index];
+}
+
+}  // namespace
+
+ConditionalFeedForwardImpl::ConditionalFeedForwardImpl(const ModelArgs& config,
+                                                       const SchemeOf& scheme,
+                                                       const std::string& fqn) {
+  for (int64_t e = 0; e < config.num_experts; ++e) experts.emplace_back(config, scheme, fqn);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const std::string index = std::to_string(i + 1);
+    ExpertWeights& w = weights[i];
+    switch (expert_layer(*experts[0], i).scheme.format) {
+      case WeightFormat::kInt8:  // ConditionalFeedForwardBit8
+        w.weight = register_buffer("w" + index, at::empty({0}, at::kChar));
+        w.scales = register_buffer("scales" + index, at::empty({0}));
+        break;
+      case WeightFormat::kInt4:
+        w.weight = register_buffer("w" + index, at::empty({0}, at::kInt));
+        w.scales_and_zeros = register_buffer("scales_and_zeros" + index, at::empty({0}));
+        break;
+      default:
+        w.weight = register_parameter("w" + index, at::empty({0}), /*requires_grad=*/false);
+    }
+  }
+}
+
+void ConditionalFeedForwardImpl::bind() {
+  const auto view = [](Tensor& of_expert, const Tensor& of_all, int64_t e) {
+    if (of_all.defined()) of_expert.set_data(of_all[e]);
+  };
+  for (size_t i = 0; i < weights.size(); ++i) {
+    for (size_t e = 0; e < experts.size(); ++e) {
+      LinearImpl& layer = expert_layer(*experts[e], i);
+      view(layer.weight, weights[i].weight, static_cast<int64_t>(e));
+      view(layer.scales, weights[i].scales, static_cast<int64_t>(e));
+      view(layer.scales_and_zeros, weights[i].scales_and_zeros, static_cast<int64_t>(e));
+    }
+  }
+}
+
+Tensor ConditionalFeedForwardImpl::forward(const Tensor& x, const Tensor& expert_indices) {
+  const int64_t A = expert_indices.size(1);
+  const Tensor chosen = expert_indices.flatten();               // [M A]
+  const Tensor by_expert = chosen.argsort(/*stable=*/true, 0);  // [M A] places in `chosen`
+  const Tensor counts = at::bincount(chosen, {}, std::ssize(experts)).cpu();
+  Tensor outs = at::empty({chosen.numel(), x.size(1)}, x.options());
+  int64_t begin = 0;
+  for (size_t e = 0; e < experts.size(); ++e) {
+    const int64_t count = counts.const_data_ptr<int64_t>()[e];
+    if (count == 0) continue;
+    const Tensor places = by_expert.narrow(0, begin, count);
+    const Tensor rows = places.div(A, /*rounding_mode=*/"floor");
+    outs.index_copy_(0, places, experts[e]->forward(x.index_select(0, rows)));
+    begin += count;
+  }
+  return outs.view({x.size(0), A, x.size(1)});
+}
+
+MOEFeedForwardImpl::MOEFeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme,
+                                       const std::string& fqn)
+    : num_activated_experts(config.num_activated_experts) {
+  gate = register_module("gate", Linear(config.dim, config.num_experts, scheme(fqn + ".gate")));
+  cond_ffn = register_module("cond_ffn", ConditionalFeedForward(config, scheme, fqn + ".cond_ffn"));
+}
+
+Tensor MOEFeedForwardImpl::forward(const Tensor& x) {
+  const Tensor rows = x.reshape({-1, x.size(-1)});                        // [M, D]
+  const Tensor scores = at::softmax(gate->forward(rows), -1);             // [M, E]
+  auto [weights, experts] = at::topk(scores, num_activated_experts, -1);  // [M, A]
+  weights = weights / weights.sum(/*dim=*/-1, /*keepdim=*/true);
+  const Tensor outs = cond_ffn->forward(rows, experts);  // [M, A, D]
+  return at::einsum("mad,ma->md", {outs, weights}).view(x.sizes());
+}
+
 // ---- TransformerBlock
 
 TransformerBlockImpl::TransformerBlockImpl(const ModelArgs& config, const SchemeOf& scheme,
                                            const std::string& fqn) {
   attention = register_module("attention", Attention(config, scheme, fqn + ".attention"));
-  feed_forward =
-      register_module("feed_forward", FeedForward(config, scheme, fqn + ".feed_forward"));
+  if (config.num_experts > 0) {
+    block_sparse_moe = register_module("block_sparse_moe",
+                                       MOEFeedForward(config, scheme, fqn + ".block_sparse_moe"));
+  } else {
+    feed_forward =
+        register_module("feed_forward", FeedForward(config, scheme, fqn + ".feed_forward"));
+  }
   ffn_norm = register_module("ffn_norm", RMSNorm(config.dim, config.norm_eps));
   attention_norm = register_module("attention_norm", RMSNorm(config.dim, config.norm_eps));
 }
@@ -107,7 +193,9 @@ Tensor TransformerBlockImpl::forward(const Tensor& x, const ForwardContext& cont
     return part;
   };
   const Tensor h = x + whole(attention->forward(attention_norm->forward(x), context));
-  return h + whole(feed_forward->forward(ffn_norm->forward(h)));
+  const Tensor normed = ffn_norm->forward(h);
+  return h + whole(block_sparse_moe ? block_sparse_moe->forward(normed)
+                                    : feed_forward->forward(normed));
 }
 
 // ---- Transformer
@@ -128,9 +216,7 @@ TransformerImpl::TransformerImpl(const ModelArgs& args, const SchemeOf& scheme,
 
 void TransformerImpl::set_reference(bool on) {
   reference_ = on;
-  for (const auto& module : modules()) {
-    if (auto* linear = module->as<LinearImpl>()) linear->reference = on;
-  }
+  for (const auto& [name, linear] : named_linears(*this)) linear->reference = on;
 }
 
 void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
@@ -226,14 +312,22 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
   ops::embed(rows, tok_embeddings->weight, b.x);
   for (auto& layer : layers) {
     AttentionImpl& attention = *layer->attention;
-    FeedForwardImpl& ffn = *layer->feed_forward;
+    const Tensor& ffn_norm = layer->ffn_norm->weight;
     KVCache& cache = attention.kv_cache;
     ops::rms_qkv_rope_append(rows, b.x, layer->attention_norm->weight, config.norm_eps,
                              *attention.wqkv, freqs_cis_, b.q, cache.k_cache, cache.v_cache);
     ops::attention_decode(rows, b.q, cache.k_cache, cache.v_cache, b.partials, b.y);
     add([&] { ops::o_proj_residual(M, b.y, *attention.wo, b.x); });
-    ops::rms_gate_up_silu(M, b.x, layer->ffn_norm->weight, config.norm_eps, *ffn.w1, *ffn.w3, b.h);
-    add([&] { ops::down_proj_residual(M, b.h, *ffn.w2, b.x); });
+    if (layer->block_sparse_moe) {
+      const MOEFeedForwardImpl& moe = *layer->block_sparse_moe;
+      ops::moe_route(M, b.x, ffn_norm, config.norm_eps, *moe.gate, b.experts);
+      ops::moe_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *moe.cond_ffn, b.experts, b.h);
+      add([&] { ops::moe_down_proj_residual(M, b.h, *moe.cond_ffn, b.experts, b.x); });
+    } else {
+      const FeedForwardImpl& ffn = *layer->feed_forward;
+      ops::rms_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *ffn.w1, *ffn.w3, b.h);
+      add([&] { ops::down_proj_residual(M, b.h, *ffn.w2, b.x); });
+    }
   }
   ops::rms_lm_head(M, b.x, norm->weight, config.norm_eps, *output, tp_ ? shard_logits_ : b.logits);
   if (tp_) {
@@ -286,17 +380,36 @@ Tensor apply_rotary_emb(const Tensor& x, const Tensor& freqs_cis) {
       .to(x.scalar_type());
 }
 
-// ---- Sizes
+// ---- Layers and sizes
+
+std::vector<std::pair<std::string, LinearImpl*>> named_linears(const TransformerImpl& model) {
+  std::vector<std::pair<std::string, LinearImpl*>> linears;
+  for (const auto& module : model.named_modules()) {
+    if (auto* linear = module.value()->as<LinearImpl>()) linears.emplace_back(module.key(), linear);
+    auto* cond_ffn = module.value()->as<ConditionalFeedForwardImpl>();
+    if (cond_ffn == nullptr) continue;
+    for (size_t i = 0; i < cond_ffn->weights.size(); ++i) {
+      for (size_t e = 0; e < cond_ffn->experts.size(); ++e) {
+        linears.emplace_back(c10::str(module.key(), ".w", i + 1, "[", e, "]"),
+                             &expert_layer(*cond_ffn->experts[e], i));
+      }
+    }
+  }
+  return linears;
+}
 
 namespace {
 
 template <typename Measure>
-int64_t sum_but_embeddings(const TransformerImpl& model, Measure measure) {
+int64_t sum_for_a_token(const TransformerImpl& model, Measure measure) {
   int64_t total = 0;
-  for (const auto& child : model.named_children()) {
-    if (child.value()->as<EmbeddingImpl>() != nullptr) continue;
-    for (const Tensor& t : child.value()->parameters()) total += measure(t);
-    for (const Tensor& t : child.value()->buffers()) total += measure(t);
+  for (const auto& module : model.modules()) {
+    if (module->as<EmbeddingImpl>() != nullptr) continue;
+    int64_t sum = 0;
+    for (const Tensor& t : module->parameters(/*recurse=*/false)) sum += measure(t);
+    for (const Tensor& t : module->buffers(/*recurse=*/false)) sum += measure(t);
+    const bool experts = module->as<ConditionalFeedForwardImpl>() != nullptr;
+    total += experts ? sum / model.config.num_experts * model.config.num_activated_experts : sum;
   }
   return total;
 }
@@ -304,13 +417,13 @@ int64_t sum_but_embeddings(const TransformerImpl& model, Measure measure) {
 }  // namespace
 
 int64_t model_bytes(const TransformerImpl& model) {
-  return sum_but_embeddings(model, [](const Tensor& t) {
+  return sum_for_a_token(model, [](const Tensor& t) {
     return t.numel() * static_cast<int64_t>(t.element_size());
   });
 }
 
 int64_t model_params(const TransformerImpl& model) {
-  return sum_but_embeddings(model, [](const Tensor& t) { return t.numel(); });
+  return sum_for_a_token(model, [](const Tensor& t) { return t.numel(); });
 }
 
 }  // namespace gptfast

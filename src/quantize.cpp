@@ -86,11 +86,6 @@ bool is_linear(const std::string& name, const Tensor& tensor) {
          name.find("embeddings") == std::string::npos;
 }
 
-/// The experts' weights of a mixture: w1, w2 and w3 [E, N, K] without ".weight".
-bool is_expert_weight(const std::string& name, const Tensor& tensor) {
-  return tensor.dim() == 3 && name.find(".cond_ffn.w") != std::string::npos;
-}
-
 /// As the original casts the model before it quantizes.
 Tensor to_bfloat16(const std::string& name, const Tensor& tensor, at::Device device) {
   const Tensor w = tensor.to(device, at::kBFloat16);
@@ -105,7 +100,7 @@ class Quantizer {
       : writer_(writer), options_(options) {}
 
   void add(const std::string& name, const Tensor& tensor) {
-    if (is_expert_weight(name, tensor)) {
+    if (is_expert_weight(name)) {
       add_experts(name, tensor);
     } else if (!is_linear(name, tensor)) {
       writer_.add(name, tensor.to(at::kBFloat16));
@@ -129,27 +124,49 @@ class Quantizer {
 
   void add_int4(const std::string& name, const Tensor& tensor) {
     const std::string fqn = name.substr(0, name.rfind('.'));
-    const int64_t n = tensor.size(0);
+    if (tensor.size(0) % 8 != 0) return keep(name, fqn, tensor);
+    const auto [weight, scales_and_zeros] = to_int4(name, tensor);
+    writer_.add(name, weight);
+    writer_.add(fqn + ".scales_and_zeros", scales_and_zeros);
+    report(fqn, tensor, {.format = WeightFormat::kInt4, .groupsize = options_.groupsize},
+           int4_padded_features(weight));
+  }
+
+  void keep(const std::string& name, const std::string& fqn, const Tensor& tensor) {
+    writer_.add(name, tensor.to(at::kBFloat16));
+    report(fqn, tensor, {.format = WeightFormat::kBFloat16}, tensor.size(-1),
+           unpacked_rows_note(fqn, tensor.size(-2)));
+  }
+
+  Int4FileTensors to_int4(const std::string& name, const Tensor& tensor /* [N, K] */) const {
     const int64_t k = tensor.size(1);
-    if (n % 8 != 0) {
-      writer_.add(name, tensor.to(at::kBFloat16));
-      report(fqn, tensor, {.format = WeightFormat::kBFloat16}, k, unpacked_rows_note(fqn, n));
-      return;
-    }
     const int64_t padded_k = int4_file_features(k, options_.groupsize);
     const Tensor w =
         at::constant_pad_nd(to_bfloat16(name, tensor, options_.device), {0, padded_k - k});
     const GroupParams params = int4_group_params(w, options_.groupsize);
     const Tensor q = pack_nibbles(quantize_int4(w, params, options_.groupsize));
-    writer_.add(name, pack_int4_cuda(q, kInnerKTiles));
-    writer_.add(fqn + ".scales_and_zeros", pack_scales_and_zeros(params.scales, params.zeros));
-    report(fqn, tensor, {.format = WeightFormat::kInt4, .groupsize = options_.groupsize}, padded_k);
+    return {.weight = pack_int4_cuda(q, kInnerKTiles),
+            .scales_and_zeros = pack_scales_and_zeros(params.scales, params.zeros)};
+  }
+
+  /// The weights of all experts of a layer, [E, N, K].
+  void add_experts(const std::string& name, const Tensor& tensor) {
+    if (options_.format == WeightFormat::kInt8) return add_int8_experts(name, tensor);
+    if (tensor.size(1) % 8 != 0) return keep(name, name, tensor);
+    std::vector<Tensor> weight, scales_and_zeros;
+    for (int64_t expert = 0; expert < tensor.size(0); ++expert) {
+      Int4FileTensors quantized = to_int4(name, tensor[expert]);
+      weight.push_back(std::move(quantized.weight));
+      scales_and_zeros.push_back(std::move(quantized.scales_and_zeros));
+    }
+    writer_.add(name, at::stack(weight));
+    writer_.add(expert_companion(name, "scales_and_zeros"), at::stack(scales_and_zeros));
+    report(name, tensor, {.format = WeightFormat::kInt4, .groupsize = options_.groupsize},
+           int4_padded_features(weight[0]));
   }
 
   // The original keeps the experts' scales in float32, those of the linear layers in bfloat16.
-  void add_experts(const std::string& name, const Tensor& tensor) {
-    TORCH_CHECK(options_.format == WeightFormat::kInt8, "tensor '", name,
-                "': the experts of a mixture can be quantized to int8 only");
+  void add_int8_experts(const std::string& name, const Tensor& tensor) {
     Tensor weight = at::empty(tensor.sizes(), at::kChar);
     Tensor scales = at::empty({tensor.size(0), tensor.size(1)}, at::kFloat);
     for (int64_t expert = 0; expert < tensor.size(0); ++expert) {
@@ -158,16 +175,16 @@ class Quantizer {
       scales[expert].copy_(quantized.scales);
     }
     writer_.add(name, weight);
-    writer_.add(name.substr(0, name.size() - 2) + "scales" + name.back(), scales);
-    report(name, tensor[0], {.format = WeightFormat::kInt8}, tensor.size(2));
+    writer_.add(expert_companion(name, "scales"), scales);
+    report(name, tensor, {.format = WeightFormat::kInt8}, tensor.size(2));
   }
 
   void report(const std::string& fqn, const Tensor& tensor, WeightScheme scheme, int64_t padded_k,
               std::string note = {}) {
     layers_.push_back({.name = fqn,
                        .scheme = scheme,
-                       .out_features = tensor.size(0),
-                       .in_features = tensor.size(1),
+                       .out_features = tensor.size(-2),
+                       .in_features = tensor.size(-1),
                        .padded_k = padded_k,
                        .note = std::move(note)});
   }

@@ -1,6 +1,7 @@
 // What quantization did to a model, layer by layer.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "gptfast/model.h"
@@ -49,14 +50,12 @@ LayerChange compare_layer(const std::string& name, const LinearImpl& original,
 std::vector<LayerChange> compare_layers(const TransformerImpl& original,
                                         const TransformerImpl& quantized) {
   std::vector<LayerChange> changes;
-  const auto modules = quantized.named_modules();
-  for (const auto& item : original.named_modules()) {
-    const auto* before = item.value()->as<LinearImpl>();
-    if (before == nullptr) continue;
-    const auto* after = modules.find(item.key());
-    TORCH_CHECK(after != nullptr && (*after)->as<LinearImpl>() != nullptr,
-                "the quantized model has no layer ", item.key());
-    changes.push_back(compare_layer(item.key(), *before, *(*after)->as<LinearImpl>()));
+  const auto after = named_linears(quantized);
+  for (const auto& [name, before] : named_linears(original)) {
+    const auto found = std::find_if(after.begin(), after.end(),
+                                    [&](const auto& layer) { return layer.first == name; });
+    TORCH_CHECK(found != after.end(), "the quantized model has no layer ", name);
+    changes.push_back(compare_layer(name, *before, *found->second));
   }
   return changes;
 }

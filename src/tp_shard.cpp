@@ -2,11 +2,13 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <map>
 
 #include "gptfast/checkpoint.h"
 #include "gptfast/linear.h"
 #include "gptfast/tp.h"
 #include "int4_layout.h"
+#include "load_model.h"
 
 namespace gptfast {
 namespace {
@@ -148,28 +150,14 @@ void check_groups(const StateDict& tensors, const Plan& plan, int world_size) {
   }
 }
 
-/// Experts are stored together, [E, out_features, in_features] and scales [E, out_features]: each
-/// is cut like a dense layer.
-Tensor cut_experts(const std::string& name, const Tensor& tensor, const Plan& plan) {
-  std::string fqn = name;
-  if (const size_t at = name.rfind(".scales"); at != std::string::npos) fqn.replace(at, 7, ".w");
-  const auto share = plan.share_of(fqn);
-  if (!share) return tensor;
-  return cut(tensor, *share, {.dim = 1}, {.dim = tensor.dim() == 3 ? 2 : -1});
-}
-
-/// Cuts the tensors of one checkpoint.
+/// Cuts the tensors of linear layers.
 class Cutter {
  public:
-  Cutter(const StateDict& tensors, const ModelArgs& config, const Plan& plan, Int4Layout layout)
-      : tensors_(tensors),
-        config_(config),
-        plan_(plan),
-        layout_(layout),
-        tiles_(holds_tiles(tensors, config, layout)) {}
+  Cutter(const StateDict& tensors, const ModelArgs& config, const Plan& plan, Int4Layout layout,
+         bool tiles)
+      : tensors_(tensors), config_(config), plan_(plan), layout_(layout), tiles_(tiles) {}
 
   Tensor share_of(const std::string& name, const Tensor& tensor) const {
-    if (name.find(".cond_ffn.") != std::string::npos) return cut_experts(name, tensor, plan_);
     for (const std::string_view suffix : {".weight", ".scales", ".scales_and_zeros"}) {
       const auto fqn = layer_of(name, suffix);
       const auto share = fqn ? plan_.share_of(*fqn) : std::nullopt;
@@ -203,8 +191,28 @@ class Cutter {
   const ModelArgs& config_;
   const Plan& plan_;
   Int4Layout layout_;
-  bool tiles_;
+  bool tiles_;  // holds_tiles()
 };
+
+/// The experts of a layer are stored together: each is cut like a dense layer, "....w1" into
+/// `share` with all that belongs to it.
+void cut_experts(const StateDict& tensors, const std::string& fqn, const ModelArgs& config,
+                 const Plan& plan, int world_size, Int4Layout layout, bool tiles,
+                 StateDict& share) {
+  std::map<std::string, std::vector<Tensor>> parts;
+  for (int64_t e = 0; e < tensors.at(fqn).size(0); ++e) {
+    const std::string expert_fqn = c10::str("expert ", e, " of ", fqn);
+    const StateDict expert = expert_tensors(tensors, fqn, e, expert_fqn);
+    check_groups(expert, plan, world_size);
+    const Cutter cutter(expert, config, plan, layout, tiles);
+    for (const auto& [name, tensor] : expert)
+      parts[name.substr(expert_fqn.size() + 1)].push_back(cutter.share_of(name, tensor));
+  }
+  for (const auto& [kind, of_experts] : parts) {
+    share.set(kind == "weight" ? fqn : expert_companion(fqn, kind), at::stack(of_experts));
+    for (const Tensor& tensor : of_experts) release_pages(tensor);
+  }
+}
 
 }  // namespace
 
@@ -234,9 +242,16 @@ StateDict shard_state_dict(const StateDict& tensors, const ModelArgs& config, in
                            int world_size, Int4Layout int4_layout) {
   const Plan plan(config, rank, world_size);
   check_groups(tensors, plan, world_size);
-  const Cutter cutter(tensors, config, plan, int4_layout);
+  const bool tiles = holds_tiles(tensors, config, int4_layout);
+  const Cutter cutter(tensors, config, plan, int4_layout, tiles);
   StateDict share;
-  for (const auto& [name, tensor] : tensors) share.set(name, cutter.share_of(name, tensor));
+  for (const auto& [name, tensor] : tensors) {
+    if (is_expert_weight(name)) {
+      cut_experts(tensors, name, config, plan, world_size, int4_layout, tiles, share);
+    } else if (name.find(".cond_ffn.") == std::string::npos) {
+      share.set(name, cutter.share_of(name, tensor));
+    }
+  }
   return share;
 }
 

@@ -41,7 +41,8 @@ class Golden : public ::testing::TestWithParam<std::string> {
   c10::InferenceMode guard_;
 };
 
-INSTANTIATE_TEST_SUITE_P(Tiny, Golden, ::testing::Values("tiny-mha", "tiny-gqa", "tiny-draft"));
+INSTANTIATE_TEST_SUITE_P(Tiny, Golden,
+                         ::testing::Values("tiny-mha", "tiny-gqa", "tiny-draft", "tiny-moe"));
 
 using LogitsOf = Tensor (*)(Transformer&, const Tensor&, int64_t);
 Tensor through_step(Transformer& model, const Tensor& ids, int64_t start) {
@@ -167,6 +168,7 @@ struct Format {
   const char* name;
   WeightScheme scheme;
   at::ScalarType precision;
+  int64_t num_experts = 0;
 };
 
 class Formats : public ::testing::TestWithParam<Format> {
@@ -178,7 +180,9 @@ class Formats : public ::testing::TestWithParam<Format> {
                      .n_head = 6,
                      .dim = 96,
                      .intermediate_size = 160,
-                     .n_local_heads = 2};
+                     .n_local_heads = 2,
+                     .num_experts = GetParam().num_experts,
+                     .num_activated_experts = GetParam().num_experts > 0 ? 2 : 0};
     config.finalize();
     Transformer m =
         random_model(config, GetParam().scheme, GetParam().precision, at::kCPU, /*seed=*/5);
@@ -198,7 +202,10 @@ INSTANTIATE_TEST_SUITE_P(
                       Format{"int4_g32", {WeightFormat::kInt4, 32}, at::kBFloat16},
                       Format{"int4_g64", {WeightFormat::kInt4, 64}, at::kFloat},
                       Format{"int4_g128", {WeightFormat::kInt4, 128}, at::kBFloat16},
-                      Format{"int4_g256", {WeightFormat::kInt4, 256}, at::kFloat}),
+                      Format{"int4_g256", {WeightFormat::kInt4, 256}, at::kFloat},
+                      Format{"moe_fp32", {WeightFormat::kFloat32}, at::kFloat, 5},
+                      Format{"moe_int8", {WeightFormat::kInt8}, at::kFloat, 5},
+                      Format{"moe_int4", {WeightFormat::kInt4, 32}, at::kFloat, 5}),
     [](const auto& info) { return std::string(info.param.name); });
 
 TEST_P(Formats, StepEqualsForward) {

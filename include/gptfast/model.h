@@ -1,7 +1,7 @@
 // The model, in the order and with the names of gpt-fast's model.py.
 //
 // Shapes: B batch, S query length, T cache length, D dim, H heads, Hkv key/value heads, Dh head
-// dim, I intermediate, V vocab,
+// dim, I intermediate, V vocab, E experts, A experts that a token activates,
 //         M = B * S rows of a step.
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/pimpl.h>
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -86,12 +87,48 @@ struct FeedForwardImpl : torch::nn::Module {
 };
 TORCH_MODULE(FeedForward);
 
+/// One of the three weights of all experts of a layer, as the checkpoint stores it.
+struct ExpertWeights {
+  Tensor weight;            ///< [E, N, K]; int4: [E, ...] of the file's layout
+  Tensor scales;            ///< [E, N]; int8 only
+  Tensor scales_and_zeros;  ///< [E, Kp/g, N, 2]; int4 only
+};
+
+/// The experts of a layer. Parameters and buffers are those of the original's modules: w1, w2, w3,
+/// scales1 ... of quantize.py; scales_and_zeros1 ... are ours.
+struct ConditionalFeedForwardImpl : torch::nn::Module {
+  ConditionalFeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme,
+                             const std::string& fqn);
+  /// The outputs of the experts that each row chose: x [M, D], expert_indices [M, A] int64 ->
+  /// [M, A, D]. Rows are grouped by expert: only chosen experts run, each once, on its rows alone.
+  Tensor forward(const Tensor& x, const Tensor& expert_indices);
+  /// Called once after the tensors are loaded, before the layers' prepare(): makes the experts'
+  /// layers views of `weights`.
+  void bind();
+
+  std::array<ExpertWeights, 3> weights;  // w1, w2, w3
+  std::vector<FeedForward> experts;      // [E], not registered: they own no tensors
+};
+TORCH_MODULE(ConditionalFeedForward);
+
+/// A sparse mixture of experts (Mixtral).
+struct MOEFeedForwardImpl : torch::nn::Module {
+  MOEFeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
+  Tensor forward(const Tensor& x);  // [B, S, D] -> [B, S, D]
+
+  Linear gate{nullptr};  // D -> E, never quantized
+  ConditionalFeedForward cond_ffn{nullptr};
+  int64_t num_activated_experts;
+};
+TORCH_MODULE(MOEFeedForward);
+
 struct TransformerBlockImpl : torch::nn::Module {
   TransformerBlockImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
   Tensor forward(const Tensor& x, const ForwardContext& context);  // [B, S, D] -> [B, S, D]
 
   Attention attention{nullptr};
-  FeedForward feed_forward{nullptr};
+  FeedForward feed_forward{nullptr};         // dense models
+  MOEFeedForward block_sparse_moe{nullptr};  // mixtures of experts
   RMSNorm ffn_norm{nullptr};
   RMSNorm attention_norm{nullptr};
 };
@@ -187,8 +224,13 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
 Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision,
                          at::Device device, uint64_t seed);
 
+/// Every linear layer with its name, "layers.0.attention.wqkv"; those of the experts are
+/// "layers.0.block_sparse_moe.cond_ffn.w1[3]".
+std::vector<std::pair<std::string, LinearImpl*>> named_linears(const TransformerImpl& model);
+
 /// Bytes that one token streams: all parameters and buffers but embeddings (the original's
-/// _get_model_size); for a tied head the embedding counts once.
+/// _get_model_size); for a tied head the embedding counts once. Of a mixture's experts only as many
+/// count as a token activates (the original counts all).
 int64_t model_bytes(const TransformerImpl& model);
 /// The number of those parameters.
 int64_t model_params(const TransformerImpl& model);

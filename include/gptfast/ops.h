@@ -18,6 +18,8 @@
 
 namespace gptfast {
 
+struct ConditionalFeedForwardImpl;  // the experts of a layer; gptfast/model.h
+
 constexpr int64_t kMaxStepRows = 8;       ///< prompts of up to 8 tokens, verification, batches
 constexpr int64_t kAttentionSplit = 256;  ///< absolute positions a partial softmax covers
 
@@ -30,17 +32,25 @@ struct StepRows {
   int64_t seq_len() const { return tokens.size(1); }
 };
 
+/// The experts that each row of a step chose, of A activated ones; empty in a dense model.
+struct StepExperts {
+  Tensor index;   ///< [kMaxStepRows, A] int32 on the CPU: the host picks the weights
+  Tensor weight;  ///< [kMaxStepRows, A] float32, of the experts' outputs
+  Tensor scores;  ///< [kMaxStepRows, E] float32, the router's softmax; scratch
+};
+
 /// Activations of a step, allocated once. Kernels keep them in float32 on every device; the KV
 /// cache has the model's dtype.
 struct StepBuffers {
   Tensor x;         ///< [kMaxStepRows, D] residual stream
   Tensor q;         ///< [kMaxStepRows, H, Dh] after RoPE
   Tensor y;         ///< [kMaxStepRows, H * Dh] attention output
-  Tensor h;         ///< [kMaxStepRows, I] silu(w1 x) * (w3 x)
+  Tensor h;         ///< [kMaxStepRows, I], with experts [kMaxStepRows * A, I]: silu(w1 x) * (w3 x)
   Tensor logits;    ///< [kMaxStepRows, V]
   Tensor partials;  ///< [kMaxStepRows, H, ceil(T / kAttentionSplit), Dh + 2] partial attention:
                     ///< output, max, sum; on CUDA one split more, zero before the first step
   Tensor next;      ///< [kMaxStepRows] int32 sampled tokens
+  StepExperts experts;
 };
 
 namespace ops {
@@ -87,6 +97,23 @@ void rms_gate_up_silu(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& 
 /// x += h w2^T.
 void down_proj_residual(int64_t rows, const Tensor& h /* [M, I] */, const LinearImpl& w2,
                         Tensor& x /* [M, D] */);
+
+/// The experts of each row: softmax of rms_norm(x) gate^T over all E, the A largest of it (ties:
+/// the lower index), divided by their sum.
+void moe_route(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight, double eps,
+               const LinearImpl& gate, StepExperts& experts);
+
+/// h[r, a] = silu(n w1^T) * (n w3^T) with the weights of expert index[r, a], n = rms_norm(x[r]).
+/// Reads the weights of chosen experts only, once for all rows that chose them.
+void moe_gate_up_silu(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight,
+                      double eps, const ConditionalFeedForwardImpl& cond_ffn,
+                      const StepExperts& experts, Tensor& h /* [M * A, I] */);
+
+/// x[r] += weight[r, a] * (h[r, a] w2^T) over a row's experts, in an order that depends on them
+/// alone.
+void moe_down_proj_residual(int64_t rows, const Tensor& h /* [M * A, I] */,
+                            const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                            Tensor& x /* [M, D] */);
 
 /// logits = rms_norm(x) output^T.
 void rms_lm_head(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight, double eps,

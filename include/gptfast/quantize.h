@@ -86,8 +86,9 @@ struct QuantizeOptions {
 
 /// Quantizes every linear layer of a checkpoint, the head included, and writes what the original's
 /// quantize.py writes: bfloat16 for the rest, int4 in the CUDA layout. Embeddings, norms and the
-/// gates of experts stay bfloat16; a head tied to the embedding gets its own quantized copy. An
-/// int4 layer whose out_features are no multiple of 8 stays bfloat16, with a note.
+/// routers of mixtures stay bfloat16, experts are quantized one by one (int8 scales stay float32);
+/// a head tied to the embedding gets its own quantized copy. An int4 layer whose out_features are
+/// no multiple of 8 stays bfloat16, with a note.
 ///
 /// Goes layer by layer: memory is the mapped source and one layer. Nothing is left behind when it
 /// fails. Throws naming the file when it is quantized already, does not match its configuration or

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <string_view>
 
@@ -52,16 +53,20 @@ const char* path(at::Device device, [[maybe_unused]] at::ScalarType dtype) {
 
 StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device) {
   const auto f32 = at::TensorOptions(device).dtype(at::kFloat);
-  const int64_t M = kMaxStepRows, H = config.n_head, Dh = config.head_dim;
+  const int64_t M = kMaxStepRows, H = config.n_head, Dh = config.head_dim,
+                A = config.num_activated_experts;
   int64_t splits = (max_seq_length + kAttentionSplit - 1) / kAttentionSplit;
   if (device.is_cuda()) ++splits;  // its kernels count finished splits in the last entry
   return {.x = at::empty({M, config.dim}, f32),
           .q = at::empty({M, H, Dh}, f32),
           .y = at::empty({M, H * Dh}, f32),
-          .h = at::empty({M, config.intermediate_size}, f32),
+          .h = at::empty({M * std::max<int64_t>(A, 1), config.intermediate_size}, f32),
           .logits = at::empty({M, config.vocab_size}, f32),
           .partials = at::zeros({M, H, splits, Dh + 2}, f32),
-          .next = at::empty({M}, f32.dtype(at::kInt))};
+          .next = at::empty({M}, f32.dtype(at::kInt)),
+          .experts = {.index = at::empty({M, A}, at::kInt),
+                      .weight = at::empty({M, A}, f32),
+                      .scores = at::empty({M, config.num_experts}, f32)}};
 }
 
 Tensor pack_int4(const Int4Weight& weight, at::Device device) {
@@ -139,6 +144,29 @@ void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Ten
   if (on_cuda(x, w2)) return cuda::down_proj_residual(rows, h, w2, x);
 #endif
   reference::down_proj_residual(rows, h, w2, x);
+}
+
+void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+               const LinearImpl& gate, StepExperts& experts) {
+  RECORD_FUNCTION("gptfast::moe_route", {});
+  if (on_cpu(x)) return cpu::moe_route(rows, x, norm_weight, eps, gate, experts);
+  reference::moe_route(rows, x, norm_weight, eps, gate, experts);
+}
+
+void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                      Tensor& h) {
+  RECORD_FUNCTION("gptfast::moe_gate_up_silu", {});
+  if (on_cpu(x)) return cpu::moe_gate_up_silu(rows, x, norm_weight, eps, cond_ffn, experts, h);
+  reference::moe_gate_up_silu(rows, x, norm_weight, eps, cond_ffn, experts, h);
+}
+
+void moe_down_proj_residual(int64_t rows, const Tensor& h,
+                            const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                            Tensor& x) {
+  RECORD_FUNCTION("gptfast::moe_down_proj_residual", {});
+  if (on_cpu(x)) return cpu::moe_down_proj_residual(rows, h, cond_ffn, experts, x);
+  reference::moe_down_proj_residual(rows, h, cond_ffn, experts, x);
 }
 
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 
+#include "gptfast/model.h"
+
 namespace gptfast::ops::reference {
 namespace {
 
@@ -94,6 +96,55 @@ void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, 
 
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x) {
   x.narrow(0, 0, rows).add_(rowwise_linear(h.narrow(0, 0, rows), w2));
+}
+
+// A mixture is made of the dense ops, so that a device without kernels of its own for it runs its
+// dense ones.
+
+void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+               const LinearImpl& gate, StepExperts& experts) {
+  ops::rms_lm_head(rows, x, norm_weight, eps, gate, experts.scores);
+  const int64_t A = experts.index.size(1);
+  const Tensor scores = at::softmax(experts.scores.narrow(0, 0, rows), /*dim=*/-1);  // [M, E]
+  const auto [sorted, order] = scores.sort(/*stable=*/true, /*dim=*/-1, /*descending=*/true);
+  const Tensor largest = sorted.narrow(1, 0, A);
+  experts.index.narrow(0, 0, rows).copy_(order.narrow(1, 0, A));
+  experts.weight.narrow(0, 0, rows).copy_(largest / largest.sum(/*dim=*/-1, /*keepdim=*/true));
+}
+
+namespace {
+
+/// Calls body(row, choice, expert) for each row's experts, choice = row * A + a.
+template <class Body>
+void for_each_choice(int64_t rows, const ConditionalFeedForwardImpl& cond_ffn,
+                     const StepExperts& experts, const Body& body) {
+  const int64_t A = experts.index.size(1);
+  const auto* index = experts.index.const_data_ptr<int32_t>();
+  for (int64_t choice = 0; choice < rows * A; ++choice) {
+    body(choice / A, choice, *cond_ffn.experts[static_cast<size_t>(index[choice])]);
+  }
+}
+
+}  // namespace
+
+void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                      Tensor& h) {
+  for_each_choice(rows, cond_ffn, experts, [&](int64_t row, int64_t choice, const auto& expert) {
+    Tensor out = h.narrow(0, choice, 1);
+    ops::rms_gate_up_silu(1, x.narrow(0, row, 1), norm_weight, eps, *expert.w1, *expert.w3, out);
+  });
+}
+
+void moe_down_proj_residual(int64_t rows, const Tensor& h,
+                            const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                            Tensor& x) {
+  const Tensor weighted = h.narrow(0, 0, rows * experts.index.size(1)) *
+                          experts.weight.narrow(0, 0, rows).reshape({-1, 1});
+  for_each_choice(rows, cond_ffn, experts, [&](int64_t row, int64_t choice, const auto& expert) {
+    Tensor out = x.narrow(0, row, 1);
+    ops::down_proj_residual(1, weighted.narrow(0, choice, 1), *expert.w2, out);
+  });
 }
 
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,

@@ -108,32 +108,33 @@ class PlainRead {
   std::atomic<uint64_t> checksum_{0};  // keeps the reads
 };
 
+int64_t streamed_bytes(const LinearImpl& linear) {
+  const int64_t n = linear.out_features;
+  const int64_t k = linear.in_features;
+  switch (linear.scheme.format) {
+    case WeightFormat::kFloat32:
+      return n * k * 4;
+    case WeightFormat::kInt8:
+      return n * (k + 4);
+    case WeightFormat::kInt4: {
+      const int64_t groups = (k + linear.scheme.groupsize - 1) / linear.scheme.groupsize;
+      return n * (k / 2 + 4 * groups);
+    }
+    default:
+      return n * k * 2;
+  }
+}
+
 /// Bytes of weights that the CPU kernels read for a token: without the padding and the tables of
-/// files.
+/// files, and of a mixture's experts as many as a token activates.
 int64_t streamed_bytes(const TransformerImpl& model) {
   int64_t total = 0;
-  for (const auto& module : model.modules()) {
-    const auto* linear = module->as<LinearImpl>();
-    if (linear == nullptr) continue;
-    const int64_t n = linear->out_features;
-    const int64_t k = linear->in_features;
-    switch (linear->scheme.format) {
-      case WeightFormat::kFloat32:
-        total += n * k * 4;
-        break;
-      case WeightFormat::kInt8:
-        total += n * (k + 4);
-        break;
-      case WeightFormat::kInt4: {
-        const int64_t groups = (k + linear->scheme.groupsize - 1) / linear->scheme.groupsize;
-        total += n * (k / 2 + 4 * groups);
-        break;
-      }
-      default:
-        total += n * k * 2;
-    }
+  int64_t experts = 0;
+  for (const auto& [name, linear] : named_linears(model)) {
+    (name.find(".cond_ffn.") == std::string::npos ? total : experts) += streamed_bytes(*linear);
   }
-  return total;
+  if (experts == 0) return total;
+  return total + experts / model.config.num_experts * model.config.num_activated_experts;
 }
 
 WeightScheme scheme_of(const CommandLine& flags) {

@@ -9,6 +9,7 @@
 #include <limits>
 #include <span>
 
+#include "gptfast/model.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/thread_pool.h"
 
@@ -110,6 +111,11 @@ void prefetch_start(const Weight& weight, int64_t row) {
   for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(start + line);
 }
 
+/// The row of a buffer for activation row m of a projection.
+int64_t place(const int64_t* places, int64_t m) {
+  return places == nullptr ? m : places[m];
+}
+
 /// Activations [rows, k] that a projection reads, through a norm if there is one.
 struct Input {
   const float* x;
@@ -117,10 +123,14 @@ struct Input {
   int64_t k;
   const Tensor* norm_weight = nullptr;
   double eps = 0;
+  const int64_t* places = nullptr;  // [rows], null: the first rows of x
+
+  const float* row(int64_t m) const { return x + place(places, m) * k; }
 };
 
 Input input_of(const Tensor& x, int64_t rows, const Weight& weight,
-               const Tensor* norm_weight = nullptr, double eps = 0) {
+               const Tensor* norm_weight = nullptr, double eps = 0,
+               const int64_t* places = nullptr) {
   TORCH_CHECK(x.is_contiguous() && x.size(-1) * (x.dim() == 3 ? x.size(1) : 1) == weight.k &&
                   rows <= x.size(0),
               "activations of shape ", x.sizes(), " do not fit ", rows, " rows of a layer with ",
@@ -129,7 +139,8 @@ Input input_of(const Tensor& x, int64_t rows, const Weight& weight,
           .rows = rows,
           .k = weight.k,
           .norm_weight = norm_weight,
-          .eps = eps};
+          .eps = eps,
+          .places = places};
 }
 
 /// What a thread computed of a stage: rows `range` of each of the weights, for every activation
@@ -179,7 +190,7 @@ void project(const Input& input, std::span<const Weight> weights, const Epilogue
           kernel.activation_bytes(weights[w].format, input.k, weights[w].groupsize);
       for (int64_t m = 0; m < input.rows; ++m) {
         kernel.prepare(weights[w].format,
-                       {.x = input.x + m * input.k,
+                       {.x = input.row(m),
                         .norm_weight = norm_weight,
                         .norm_dtype = norm_dtype,
                         .eps = static_cast<float>(input.eps),
@@ -422,6 +433,17 @@ void attention_decode(const StepRows& step_rows, const Tensor& q, const Tensor& 
 
 namespace {
 
+/// out = input weight^T [rows, n].
+void project_to(const Input& input, const Weight& weight, Tensor& out) {
+  auto* data = out.data_ptr<float>();
+  project(input, std::span(&weight, 1), [&](const Range& range, const Products& products) {
+    for (int64_t m = 0; m < input.rows; ++m) {
+      std::memcpy(data + m * weight.n + range.begin, products(0, m),
+                  (range.end - range.begin) * sizeof(float));
+    }
+  });
+}
+
 /// x += input weight^T.
 void project_residual(const Tensor& input, int64_t rows, const LinearImpl& linear, Tensor& x) {
   const std::array weights = {weight_of(linear)};
@@ -442,34 +464,129 @@ void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor
   project_residual(y, rows, wo, x);
 }
 
+namespace {
+
+/// Row `place` of h for each activation row = silu(w1 input) * (w3 input).
+void gate_up_silu(const Input& input, std::span<const Weight, 2> weights, Tensor& h,
+                  const int64_t* places) {
+  auto* out = h.data_ptr<float>();
+  project(input, weights, [&](const Range& range, const Products& products) {
+    for (int64_t m = 0; m < input.rows; ++m) {
+      kernels().silu_mul(products(0, m), products(1, m), range.end - range.begin,
+                         out + place(places, m) * weights[0].n + range.begin);
+    }
+  });
+}
+
+}  // namespace
+
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                       const LinearImpl& w1, const LinearImpl& w3, Tensor& h) {
   const std::array weights = {weight_of(w1), weight_of(w3)};
-  auto* out = h.data_ptr<float>();
-  project(input_of(x, rows, weights[0], &norm_weight, eps), weights,
-          [&](const Range& range, const Products& products) {
-            for (int64_t r = 0; r < rows; ++r) {
-              kernels().silu_mul(products(0, r), products(1, r), range.end - range.begin,
-                                 out + r * weights[0].n + range.begin);
-            }
-          });
+  gate_up_silu(input_of(x, rows, weights[0], &norm_weight, eps), weights, h, /*places=*/nullptr);
 }
 
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x) {
   project_residual(h, rows, w2, x);
 }
 
+namespace {
+
+/// Softmax of scores [E] in place, its A largest and their shares of their sum. NaN or not, the
+/// indices are A different experts.
+void choose_experts(std::span<float> scores, std::span<int32_t> index, float* weight) {
+  const float greatest = *std::max_element(scores.begin(), scores.end());
+  float total = 0;
+  for (float& score : scores) total += score = std::exp(score - greatest);
+  for (float& score : scores) score /= total;
+  float chosen = 0;
+  for (size_t a = 0; a < index.size(); ++a) {
+    const std::span<int32_t> before = index.first(a);
+    int32_t best = -1;
+    for (int32_t e = 0; e < std::ssize(scores); ++e) {
+      if ((best < 0 || scores[e] > scores[best]) &&
+          std::find(before.begin(), before.end(), e) == before.end())
+        best = e;
+    }
+    index[a] = best;
+    weight[a] = scores[best];
+    chosen += weight[a];
+  }
+  for (size_t a = 0; a < index.size(); ++a) weight[a] /= chosen;
+}
+
+/// Calls body(expert, choices) for each expert that a row chose, in order, with the numbers r * A +
+/// a of these choices.
+template <class Body>
+void for_each_expert(int64_t rows, const ConditionalFeedForwardImpl& cond_ffn,
+                     const StepExperts& experts, const Body& body) {
+  const auto* index = experts.index.const_data_ptr<int32_t>();
+  const int64_t count = rows * experts.index.size(1);
+  for (size_t e = 0; e < cond_ffn.experts.size(); ++e) {
+    std::array<int64_t, kMaxStepRows> choices{};  // a row's experts are different ones
+    size_t n = 0;
+    for (int64_t choice = 0; choice < count && n < choices.size(); ++choice) {
+      if (index[choice] == static_cast<int32_t>(e)) choices[n++] = choice;
+    }
+    if (n > 0) body(*cond_ffn.experts[e], std::span<const int64_t>(choices.data(), n));
+  }
+}
+
+}  // namespace
+
+void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+               const LinearImpl& gate, StepExperts& experts) {
+  const Weight weight = weight_of(gate);
+  project_to(input_of(x, rows, weight, &norm_weight, eps), weight, experts.scores);
+  const int64_t A = experts.index.size(1);
+  for (int64_t r = 0; r < rows; ++r) {
+    choose_experts({experts.scores.data_ptr<float>() + r * weight.n, static_cast<size_t>(weight.n)},
+                   {experts.index.data_ptr<int32_t>() + r * A, static_cast<size_t>(A)},
+                   experts.weight.data_ptr<float>() + r * A);
+  }
+}
+
+void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                      Tensor& h) {
+  const int64_t A = experts.index.size(1);
+  for_each_expert(rows, cond_ffn, experts,
+                  [&](const FeedForwardImpl& expert, std::span<const int64_t> choices) {
+                    const std::array weights = {weight_of(*expert.w1), weight_of(*expert.w3)};
+                    std::array<int64_t, kMaxStepRows> of_x{};
+                    for (size_t m = 0; m < choices.size(); ++m) of_x[m] = choices[m] / A;
+                    gate_up_silu(input_of(x, std::ssize(choices), weights[0], &norm_weight, eps,
+                                          of_x.data()),
+                                 weights, h, choices.data());
+                  });
+}
+
+void moe_down_proj_residual(int64_t rows, const Tensor& h,
+                            const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                            Tensor& x) {
+  const int64_t A = experts.index.size(1);
+  const auto* share = experts.weight.const_data_ptr<float>();
+  auto* out = x.data_ptr<float>();
+  const auto down = [&](const FeedForwardImpl& expert, std::span<const int64_t> choices) {
+    const Weight weight = weight_of(*expert.w2);
+    const Input input = input_of(h, std::ssize(choices), weight, /*norm_weight=*/nullptr, /*eps=*/0,
+                                 choices.data());
+    project(input, std::span(&weight, 1), [&](const Range& range, const Products& products) {
+      for (int64_t m = 0; m < input.rows; ++m) {
+        const int64_t choice = choices[static_cast<size_t>(m)];
+        float* row = out + choice / A * weight.n;
+        const float* add = products(0, m) - range.begin;
+        for (int64_t n = range.begin; n < range.end; ++n) row[n] += share[choice] * add[n];
+      }
+    });
+  };
+  for_each_expert(rows, cond_ffn, experts, down);
+}
+
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                  const LinearImpl& output, Tensor& logits) {
-  const std::array weights = {weight_of(output)};
-  auto* out = logits.data_ptr<float>();
-  project(input_of(x, rows, weights[0], &norm_weight, eps), weights,
-          [&](const Range& range, const Products& products) {
-            for (int64_t r = 0; r < rows; ++r) {
-              std::memcpy(out + r * weights[0].n + range.begin, products(0, r),
-                          (range.end - range.begin) * sizeof(float));
-            }
-          });
+  const Weight weight = weight_of(output);
+  project_to(input_of(x, rows, weight, &norm_weight, eps), weight, logits);
 }
 
 void sample(const StepRows& step_rows, const Tensor& logits, const SamplingParams& params,

@@ -114,7 +114,8 @@ bool supports_attention(const Tensor& k_cache) {
 }
 
 bool supports(TransformerImpl& model) {
-  if (!model.device().is_cuda() || model.dtype() == at::kFloat || model.tp() != nullptr)
+  if (!model.device().is_cuda() || model.dtype() == at::kFloat || model.tp() != nullptr ||
+      model.config.num_experts > 0)
     return false;
   for (const auto& module : model.modules()) {
     const auto* linear = module->as<LinearImpl>();
