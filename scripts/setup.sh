@@ -11,7 +11,7 @@ fail() { printf '%s\n' "$*" >&2; exit 1; }
 
 BUILD_PACKAGES=(g++ cmake ninja-build pkg-config git ca-certificates python3 python3-venv libsentencepiece-dev
                 libcpp-httplib-dev libcxxopts-dev nlohmann-json3-dev libpcre2-dev)
-TEST_PACKAGES=(libgtest-dev clang-format)
+TEST_PACKAGES=(libgtest-dev clang-format iproute2)
 
 # install_packages NAME...: installs the Debian packages that are missing.
 install_packages() {

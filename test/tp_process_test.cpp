@@ -207,9 +207,52 @@ TEST(Text, IsThatOfOneRank) {
   }
 }
 
-TEST(Memory, ARankReadsItsShareOnly) {
-  // Two ranks of a model of 256 MB that is nearly all wo and w2, cut by columns.
-  GTEST_SKIP();
+/// The figure that rank 0 prints at its end, in MB.
+double memory_used(const std::string& checkpoint, const std::string& config,
+                   const std::string& ranks) {
+  Generate run({"--checkpoint_path", checkpoint, "--config", config, "--device", "cpu",
+                "--num_threads", "1", "--prompt_ids", "1,2", "--max_new_tokens", "2",
+                "--num_samples", "1", "--quiet", "--tensor_parallel", ranks});
+  EXPECT_EQ(run.wait(), 0) << run.err();
+  const std::string out = run.out(), label = "Memory used: ";
+  const size_t at = out.find(label);
+  EXPECT_NE(at, std::string::npos) << out;
+  return at == std::string::npos ? 0 : std::stod(out.substr(at + label.size())) * 1000;
+}
+
+TEST(Memory, ARankHoldsItsShareOnly) {
+  constexpr int64_t kDim = 1024, kHidden = 8192, kLayers = 2, kVocab = 64, kRanks = 4;
+  TempDir dir;
+  std::ofstream(dir / "config.json")
+      << R"({"dim": 1024, "n_head": 8, "n_layer": 2, "intermediate_size": 8192, "vocab_size": 64,)"
+      << R"( "block_size": 64})";
+  double megabytes = 0;
+  {
+    CheckpointWriter writer(dir / "model.pth");
+    const auto add = [&](const std::string& name, std::vector<int64_t> shape) {
+      const Tensor tensor = at::randn(shape).div_(32).to(at::kBFloat16);
+      writer.add(name + ".weight", tensor);
+      megabytes += static_cast<double>(tensor.nbytes()) / 1e6;
+    };
+    add("tok_embeddings", {kVocab, kDim});
+    for (int64_t i = 0; i < kLayers; ++i) {
+      const std::string layer = "layers." + std::to_string(i) + '.';
+      add(layer + "attention.wqkv", {3 * kDim, kDim});
+      add(layer + "attention.wo", {kDim, kDim});
+      add(layer + "feed_forward.w1", {kHidden, kDim});
+      add(layer + "feed_forward.w3", {kHidden, kDim});
+      add(layer + "feed_forward.w2", {kDim, kHidden});  // each page holds columns of every rank
+      add(layer + "ffn_norm", {kDim});
+      add(layer + "attention_norm", {kDim});
+    }
+    add("norm", {kDim});
+    add("output", {kVocab, kDim});
+    writer.finish();
+  }
+  const double one = memory_used(dir / "model.pth", dir / "config.json", "1"),
+               share = memory_used(dir / "model.pth", dir / "config.json", "4");
+  // What a rank does not hold, less 20 MB: Gloo, its threads, and that the figure has two decimals.
+  EXPECT_GT(one - share, megabytes * (kRanks - 1) / kRanks - 20) << one << " MB and " << share;
 }
 
 // ---- Ends
