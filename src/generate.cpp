@@ -83,8 +83,7 @@ class Decoder {
   }
 
   std::vector<int32_t> decode_one_token(const std::vector<int32_t>& token, int64_t pos) {
-    tokens_.copy_(at::tensor(token, at::kInt).unsqueeze(1));
-    pos_.fill_(pos);
+    set_input(token, pos);
     if (!model_->reference()) return to_host(model_->step(tokens_, pos_, slot_, params_));
     logits_ = model_->last_logits(tokens_, pos_.narrow(0, 0, 1).to(at::kLong))
                   .to(at::kFloat)
@@ -100,6 +99,16 @@ class Decoder {
  private:
   static at::TensorOptions int_options(const Transformer& model) {
     return at::TensorOptions(model->device()).dtype(at::kInt);
+  }
+
+  void set_input(const std::vector<int32_t>& token, int64_t pos) {
+    if (tokens_.is_cpu()) {  // a token of a small model takes as long as a few dozen ATen calls
+      std::copy(token.begin(), token.end(), tokens_.data_ptr<int32_t>());
+      std::fill_n(pos_.data_ptr<int32_t>(), pos_.numel(), static_cast<int32_t>(pos));
+    } else {
+      tokens_.copy_(at::tensor(token, at::kInt).unsqueeze(1));
+      pos_.fill_(pos);
+    }
   }
 
   std::vector<int32_t> to_host(const Tensor& tokens) const {

@@ -58,5 +58,6 @@ GPTFAST_HOST_DEVICE float gumbel_noise(uint64_t seed, uint32_t pos, uint32_t i,
                                        NoiseStream stream) {
   return -logf(-logf(uniform_noise(seed, pos, i, stream)));
 }
+constexpr float kLargestGumbelNoise = 16.7F;  // -log(-log(1 - 2^-24)) is 16.64
 
 }  // namespace gptfast

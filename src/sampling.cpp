@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -15,28 +15,65 @@ namespace {
 
 constexpr double kMinTemperature = 1e-5;  // as the original; also keeps logits / temperature finite
 
-/// Maps floats to integers of the same order.
-uint32_t ordered_bits(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+// The vocabulary is looked at in blocks: their maxima, found at the speed of the memory, tell which
+// few blocks the most likely tokens lie in (SmolLM2, 49,152 tokens, top_k 200: 20 us a row instead
+// of 110).
+constexpr int64_t kBlock = 64;
+constexpr int64_t kLanes = 16;
+
+/// The largest logit of each block, in order; NaNs count as smaller than anything. Returns whether
+/// there are any.
+bool block_maxima(const float* logits, int64_t n, std::vector<float>& maxima) {
+  maxima.resize((n + kBlock - 1) / kBlock);
+  std::array<int32_t, kLanes> nan{};
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    std::array<float, kLanes> largest;
+    largest.fill(-std::numeric_limits<float>::infinity());
+    const int64_t end = std::min(begin + kBlock, n);
+    const auto look = [&](int64_t i, int64_t lane) {
+      nan[lane] |= static_cast<int32_t>(logits[i] != logits[i]);
+      largest[lane] = logits[i] > largest[lane] ? logits[i] : largest[lane];
+    };
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) look(i + lane, lane);
+    }
+    for (; i < end; ++i) look(i, /*lane=*/0);
+    maxima[begin / kBlock] = *std::max_element(largest.begin(), largest.end());
+  }
+  return std::any_of(nan.begin(), nan.end(), [](int32_t any) { return any != 0; });
 }
 
-/// The k-th largest of n logits. A histogram of the leading bits leaves a few candidates to order,
-/// which beats ordering all of them by far when k is a few hundred of 32,000 to 128,000.
-float kth_largest(const float* logits, int64_t n, int64_t k, std::vector<float>& scratch) {
-  constexpr int kBinBits = 12;  // sign, exponent and three bits of the mantissa
-  std::array<int32_t, 1 << kBinBits> histogram{};
-  for (int64_t i = 0; i < n; ++i) ++histogram[ordered_bits(logits[i]) >> (32 - kBinBits)];
-  int64_t above = 0;  // how many lie in higher bins
-  uint32_t bin = (1U << kBinBits) - 1;
-  while (above + histogram[bin] < k) above += histogram[bin--];
-  scratch.clear();
-  for (int64_t i = 0; i < n; ++i) {
-    if (ordered_bits(logits[i]) >> (32 - kBinBits) == bin) scratch.push_back(logits[i]);
-  }
-  const auto kth = scratch.begin() + (k - above - 1);
-  std::nth_element(scratch.begin(), kth, scratch.end(), std::greater<>());
+float kth_largest(std::vector<float>& values, int64_t k) {
+  const auto kth = values.begin() + (k - 1);
+  std::nth_element(values.begin(), kth, values.end(), std::greater<>());
   return *kth;
+}
+
+/// Calls visit(index) for each logit >= pivot, in order.
+template <class Visit>
+void for_each_from(float pivot, const float* logits, int64_t n, const std::vector<float>& maxima,
+                   const Visit& visit) {
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    if (maxima[begin / kBlock] < pivot) continue;
+    for (int64_t i = begin; i < std::min(begin + kBlock, n); ++i) {
+      if (logits[i] >= pivot) visit(i);
+    }
+  }
+}
+
+/// The k-th largest logit, 1 <= k <= n.
+float top_k_pivot(const float* logits, int64_t n, const std::vector<float>& maxima, int64_t k) {
+  std::vector<float> values;
+  if (k <= std::ssize(maxima)) {  // at least k logits reach the k-th largest maximum
+    values = maxima;
+    const float bound = kth_largest(values, k);
+    values.clear();
+    for_each_from(bound, logits, n, maxima, [&](int64_t i) { values.push_back(logits[i]); });
+  } else {
+    values.assign(logits, logits + n);
+  }
+  return kth_largest(values, k);
 }
 
 }  // namespace
@@ -61,32 +98,33 @@ Tensor logits_to_probs(const Tensor& logits, double temperature, int64_t top_k) 
 
 int32_t sample_row(const float* logits, int64_t vocab_size, double temperature, int64_t top_k,
                    uint64_t seed, int64_t pos) {
-  bool nan = false;
-  int64_t best = 0;
-  for (int64_t i = 0; i < vocab_size; ++i) {
-    nan |= logits[i] != logits[i];
-    if (logits[i] > logits[best]) best = i;
-  }
-  if (nan) return -1;
+  std::vector<float> maxima;
+  if (block_maxima(logits, vocab_size, maxima)) return -1;
+  const auto block = std::max_element(maxima.begin(), maxima.end());  // the first of equal ones
+  const float largest = *block;
+  const float* in_block = logits + (block - maxima.begin()) * kBlock;
+  int64_t best = std::find(in_block, logits + vocab_size, largest) - logits;
   if (temperature == 0 || top_k == 1) return static_cast<int32_t>(best);
-
-  std::vector<float> scratch;
   const bool all = top_k <= 0 || top_k >= vocab_size;
   const float pivot = all ? -std::numeric_limits<float>::infinity()
-                          : kth_largest(logits, vocab_size, top_k, scratch);
-  const float largest = logits[best];
+                          : top_k_pivot(logits, vocab_size, maxima, top_k);
   const auto inverse = static_cast<float>(1.0 / std::max(temperature, kMinTemperature));
+  const auto scaled = [&](int64_t i) { return (logits[i] - largest) * inverse; };
+  const auto noise = [&](int64_t i) {
+    return gumbel_noise(seed, static_cast<uint32_t>(pos), static_cast<uint32_t>(i),
+                        NoiseStream::kSample);
+  };
+  // Whom the most likely token beats whatever their noise needs none.
+  const float bound = noise(best) - kLargestGumbelNoise;
   float best_key = -std::numeric_limits<float>::infinity();
-  for (int64_t i = 0; i < vocab_size; ++i) {
-    if (logits[i] < pivot) continue;
-    const float key = (logits[i] - largest) * inverse +
-                      gumbel_noise(seed, static_cast<uint32_t>(pos), static_cast<uint32_t>(i),
-                                   NoiseStream::kSample);
+  for_each_from(pivot, logits, vocab_size, maxima, [&](int64_t i) {
+    if (scaled(i) < bound) return;
+    const float key = scaled(i) + noise(i);
     if (key > best_key) {
       best_key = key;
       best = i;
     }
-  }
+  });
   return static_cast<int32_t>(best);
 }
 

@@ -92,9 +92,9 @@ class PlainRead {
 #endif
     cpu::ThreadPool& pool = cpu::ThreadPool::get();
     const auto start = Clock::now();
-    pool.run([&](int /*thread*/) noexcept {
+    pool.run([&](int thread) noexcept {
       uint64_t sum = 0;
-      for (cpu::Range range{}; pool.next(kReadBytes, kReadPiece, range);)
+      for (cpu::Range range{}; pool.next(thread, kReadBytes, kReadPiece, range);)
         sum += read_all(data_ + range.begin, range.end - range.begin);
       checksum_ = sum;
     });

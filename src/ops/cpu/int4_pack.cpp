@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "ops/cpu/huge_pages.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/step_ops.h"
 #include "ops/cpu/thread_pool.h"
@@ -102,14 +103,14 @@ Tensor pack_int4(const Int4Weight& weight) {
               ", ", source.groups, "]");
   const int64_t tiles = (n + kRowTile - 1) / kRowTile;
   const int64_t tile_bytes = gptfast::cpu::Int4Shape(k, weight.groupsize, source.item).tile_bytes;
-  Tensor packed = at::empty({kInt4HeaderBytes + tiles * tile_bytes}, at::kByte);
+  Tensor packed = gptfast::cpu::empty_in_huge_pages(kInt4HeaderBytes + tiles * tile_bytes);
   auto* out = static_cast<std::byte*>(packed.data_ptr());
   std::memset(out, 0, kInt4HeaderBytes);
   const gptfast::cpu::Int4Header header{.float32_scales = narrow ? 0 : 1};
   std::memcpy(out, &header, sizeof(header));
   auto& pool = gptfast::cpu::ThreadPool::get();
-  pool.run([&](int /*thread*/) noexcept {
-    for (gptfast::cpu::Range range{}; pool.next(tiles, 1, range);) {
+  pool.run([&](int thread) noexcept {
+    for (gptfast::cpu::Range range{}; pool.next(thread, tiles, 1, range);) {
       pack_tile(source, range.begin, out + kInt4HeaderBytes + range.begin * tile_bytes);
     }
   });

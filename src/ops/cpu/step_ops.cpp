@@ -171,7 +171,7 @@ void project(const Input& input, std::span<const Weight> weights, const Epilogue
 
   const auto body = [&](int thread) noexcept {
     Range range{};
-    if (!pool.next(weights[0].n, piece, range)) return;
+    if (!pool.next(thread, weights[0].n, piece, range)) return;
     for (const Weight& weight : weights) prefetch_start(weight, range.begin);
     std::array<size_t, 2> offset{};  // of each weight's activations
     size_t bytes = 0;
@@ -206,7 +206,7 @@ void project(const Input& input, std::span<const Weight> weights, const Epilogue
                     static_cast<int>(input.rows), products(w, 0), piece);
       }
       epilogue(range, products);
-    } while (pool.next(weights[0].n, piece, range));
+    } while (pool.next(thread, weights[0].n, piece, range));
   };
   pool.run(body);
 }
@@ -307,7 +307,7 @@ Tensor linear(const Tensor& x, const LinearImpl& layer) {
   pool.run([&](int thread) noexcept {
     auto* panel = reinterpret_cast<float*>(
         pool.scratch(thread, gptfast::cpu::kPanelColumns * kPanel * sizeof(float)));
-    for (Range range{}; pool.next(weight.n, kPanel, range);) {
+    for (Range range{}; pool.next(thread, weight.n, kPanel, range);) {
       kernels().matmul(weight, range.begin, range.end, activations, rows, products, weight.n,
                        panel);
     }
@@ -419,11 +419,12 @@ void attention_decode(const StepRows& step_rows, const Tensor& q, const Tensor& 
   pool.run([&](int thread) noexcept {
     auto* scratch = reinterpret_cast<float*>(
         pool.scratch(thread, gptfast::cpu::attend_scratch_floats(Dh) * sizeof(float)));
-    for (Range range{}; pool.next(whole_items * shares, 1, range);) attend(range.begin, scratch);
+    for (Range range{}; pool.next(thread, whole_items * shares, 1, range);)
+      attend(range.begin, scratch);
   });
   if (most_splits == 1) return;
-  pool.run([&](int /*thread*/) noexcept {
-    for (Range range{}; pool.next(rows.count * H, 1, range);) {
+  pool.run([&](int thread) noexcept {
+    for (Range range{}; pool.next(thread, rows.count * H, 1, range);) {
       const int64_t head = range.begin;
       kernel.merge(parts + head * head_stride, splits_of(head / H), split_stride, Dh,
                    out + head * Dh);

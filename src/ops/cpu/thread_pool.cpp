@@ -150,10 +150,11 @@ void ThreadPool::resize(int num_threads) {
 void ThreadPool::start(int num_threads) {
   stopping_ = false;
   scratch_.resize(num_threads);
+  shares_ = std::vector<Share>(num_threads);
   const cpu_set_t allowed = allowed_cpus();
   // With more threads than CPUs the one we would wait for may need our CPU: sleep at once.
   spin_ns_ = num_threads <= CPU_COUNT(&allowed) ? kSpinNs : 0;
-  const uint32_t seen = epoch_.load();
+  const uint32_t seen = gate_.load() / kPhase;
   for (int thread = 1; thread < num_threads; ++thread) {
     workers_.emplace_back([this, thread, seen] { work(thread, seen); });
   }
@@ -161,52 +162,58 @@ void ThreadPool::start(int num_threads) {
 
 void ThreadPool::stop() {
   stopping_ = true;
-  epoch_.fetch_add(1);
-  futex_wake(epoch_);
+  gate_.fetch_add(kPhase);
+  futex_wake(gate_);
   for (std::thread& worker : workers_) worker.join();
   workers_.clear();
+  gate_.store(0);
 }
 
 void ThreadPool::run_task(Task task, const void* context) {
   const std::lock_guard lock(callers_);
-  cursor_.store(0, std::memory_order_relaxed);
-  if (!workers_.empty()) {
-    task_ = task;
-    context_ = context;
-    running_.store(static_cast<uint32_t>(workers_.size()), std::memory_order_relaxed);
-    epoch_.fetch_add(
-        1);  // sequentially consistent, as the sleepers' side: one of the two sees the other
-    if (sleepers_.load() > 0) futex_wake(epoch_);
-  }
+  claims_.store(0, std::memory_order_relaxed);
+  for (Share& share : shares_) share.claimed.store(0, std::memory_order_relaxed);
+  if (workers_.empty()) return task(context, 0);
+  task_ = task;
+  context_ = context;
+  // Sequentially consistent, as the sleepers' side: one of the two sees the other.
+  gate_.fetch_add(kPhase);
+  if (sleepers_.load() > 0) futex_wake(gate_);
   task(context, 0);
-  if (!workers_.empty()) wait_for_workers();
+  gate_.fetch_add(kPhase);
+  wait_for_workers();
 }
 
 void ThreadPool::wait_for_workers() {
-  const auto done = [this] { return running_.load(std::memory_order_acquire) == 0; };
+  const auto done = [this] { return gate_.load(std::memory_order_acquire) % kPhase == 0; };
   while (!spin_until(done, spin_ns_)) {
     caller_sleeps_.store(1);
-    const uint32_t left = running_.load();
-    if (left != 0) futex_wait(running_, left);
+    const uint32_t gate = gate_.load();
+    if (gate % kPhase != 0) futex_wait(gate_, gate);
     caller_sleeps_.store(0);
   }
 }
 
-void ThreadPool::wait_for_start(uint32_t seen) {
-  const auto started = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
-  if (spin_until(started, spin_ns_)) return;
+/// Returns when the gate has opened after phase `seen`.
+void ThreadPool::wait_for_opening(uint32_t seen) {
+  const auto opened = [seen](uint32_t gate) {
+    return gate / kPhase % 2 == 1 && gate / kPhase != seen;
+  };
+  if (spin_until([&] { return opened(gate_.load(std::memory_order_relaxed)); }, spin_ns_)) return;
   sleepers_.fetch_add(1);
-  while (epoch_.load() == seen) futex_wait(epoch_, seen);
+  for (uint32_t gate = gate_.load(); !opened(gate); gate = gate_.load()) futex_wait(gate_, gate);
   sleepers_.fetch_sub(1);
 }
 
 void ThreadPool::work(int thread, uint32_t seen) {
   for (;;) {
-    wait_for_start(seen);
-    seen = epoch_.load(std::memory_order_acquire);
-    if (stopping_) return;
-    task_(context_, thread);
-    if (running_.fetch_sub(1) == 1 && caller_sleeps_.load() != 0) futex_wake(running_);
+    wait_for_opening(seen);
+    seen = gate_.fetch_add(1) / kPhase;  // closed again, or that of a later stage, if we were slow
+    if (seen % 2 == 1) {
+      if (stopping_) return;
+      task_(context_, thread);
+    }
+    if (gate_.fetch_sub(1) % kPhase == 1 && caller_sleeps_.load() != 0) futex_wake(gate_);
   }
 }
 

@@ -3,6 +3,7 @@
 // token is computed, except on growth.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +12,8 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
+
+#include "gptfast/threads.h"
 
 namespace gptfast::cpu {
 
@@ -33,8 +36,11 @@ class ThreadPool {
   int size() const { return static_cast<int>(workers_.size()) + 1; }
   void resize(int num_threads);
 
-  /// Calls body(thread index) once on every thread and returns when all have returned. Callers take
-  /// turns. `body` must not throw and must not call run(). The claims of next() start anew.
+  /// Calls body(thread index) on the caller and on every worker that gets a CPU before the caller's
+  /// body has returned, each at most once, and returns when all of them have returned: a body takes
+  /// its work from next(), and a worker that a neighbour keeps off its CPU is not waited for.
+  /// Callers take turns. `body` must not throw and must not call run(). The claims of next() start
+  /// anew.
   template <class Body>
   void run(const Body& body) {
     static_assert(std::is_nothrow_invocable_v<const Body&, int>,
@@ -43,13 +49,22 @@ class ThreadPool {
              &body);
   }
 
-  /// Inside a body: claims the next piece of [0, total), `piece` rows long (the last one shorter).
-  /// False when none is left. Pieces are claimed in order, so that a thread held up by a neighbour
-  /// does not hold up the others.
-  bool next(int64_t total, int64_t piece, Range& range) {
-    const int64_t begin = cursor_.fetch_add(piece, std::memory_order_relaxed);
-    range = {begin, begin + piece < total ? begin + piece : total};
-    return begin < total;
+  /// Inside a body: claims a piece of [0, total), `piece` rows long (the last one shorter). False
+  /// when none is left. A thread gets the pieces of its own share in order, so that it reads one
+  /// long stream of memory, and then what is left of the others' shares, so that a thread held up
+  /// by a neighbour does not hold up the others.
+  bool next(int thread, int64_t total, int64_t piece, Range& range) {
+    const int64_t pieces = (total + piece - 1) / piece;
+    if (claims_.fetch_add(1, std::memory_order_relaxed) >= pieces) return false;
+    const int64_t threads = size();
+    for (int64_t owner = thread;; owner = (owner + 1) % threads) {  // finds one: it was claimed
+      const int64_t end = pieces * (owner + 1) / threads;
+      const int64_t at =
+          pieces * owner / threads + shares_[owner].claimed.fetch_add(1, std::memory_order_relaxed);
+      if (at >= end) continue;
+      range = {at * piece, std::min((at + 1) * piece, total)};
+      return true;
+    }
   }
 
   /// Memory of a thread that lives until the pool ends; 64-byte aligned, grown to `bytes`. Contents
@@ -62,28 +77,34 @@ class ThreadPool {
     std::unique_ptr<std::byte[]> memory;
     size_t size = 0;
   };
+  struct alignas(64) Share {
+    std::atomic<int64_t> claimed{0};
+  };
 
   void run_task(Task task, const void* context);
   void start(int num_threads);
   void stop();
   void work(int thread, uint32_t seen);
-  void wait_for_start(uint32_t seen);
+  void wait_for_opening(uint32_t seen);
   void wait_for_workers();
 
   std::vector<std::thread> workers_;
   std::vector<Scratch> scratch_;
+  std::vector<Share> shares_;
   std::mutex callers_;
   Task task_ = nullptr;
   const void* context_ = nullptr;
   bool stopping_ = false;
   int64_t spin_ns_ = 0;
-  // On cache lines of their own: the caller writes the first, the workers the second, everybody the
-  // third.
-  alignas(64) std::atomic<uint32_t> epoch_{0};
+  // The gate of a stage: how many workers are inside, and above these bits a phase that counts up:
+  // odd when the gate is open, even when it is closed. One word, so that a worker enters and learns
+  // whether the gate was open in one operation.
+  static constexpr uint32_t kPhase = 2048;
+  static_assert(kMaxThreads < kPhase);
+  alignas(64) std::atomic<uint32_t> gate_{0};
   std::atomic<uint32_t> sleepers_{0};
-  alignas(64) std::atomic<uint32_t> running_{0};
   std::atomic<uint32_t> caller_sleeps_{0};
-  alignas(64) std::atomic<int64_t> cursor_{0};
+  alignas(64) std::atomic<int64_t> claims_{0};
 };
 
 }  // namespace gptfast::cpu
