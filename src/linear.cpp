@@ -158,6 +158,7 @@ void LinearImpl::prepare(at::Device device) {
   if (scheme.format == WeightFormat::kInt4) {
     packed_ = scheme.act_order ? dequantize().to(device, at::kBFloat16).contiguous()
                                : ops::pack_int4(int4_weight(), device);
+    release_pages(weight);  // the packed form alone is read from here on
   }
   if (scheme.format == WeightFormat::kInt8)
     kernel_scales_ = scales.to(device, at::kFloat).contiguous();

@@ -19,22 +19,6 @@
 namespace gptfast {
 namespace {
 
-/// wq, wk, wv -> wqkv where a checkpoint keeps them apart (Attention.load_hook of model.py).
-StateDict fuse_qkv(StateDict tensors) {
-  StateDict fused;
-  for (const auto& [name, tensor] : tensors) {
-    const size_t at = name.rfind(".wq.weight");
-    if (at != std::string::npos && name.ends_with(".wq.weight")) {
-      const std::string prefix = name.substr(0, at);
-      fused.set(prefix + ".wqkv.weight", at::cat({tensor, tensors.at(prefix + ".wk.weight"),
-                                                  tensors.at(prefix + ".wv.weight")}));
-    } else if (!name.ends_with(".wk.weight") && !name.ends_with(".wv.weight")) {
-      fused.set(name, tensor);
-    }
-  }
-  return fused;
-}
-
 /// Everything a checkpoint may hold that is computed, not learned.
 bool is_derived(const std::string& name) {
   return name == "rope.freqs" || name == "freqs_cis" || name == "causal_mask";
@@ -44,13 +28,30 @@ bool is_derived(const std::string& name) {
 
 StateDict normalize(StateDict tensors, const ModelArgs& config) {
   StateDict kept;
-  for (const auto& [name, tensor] : fuse_qkv(std::move(tensors))) {
+  for (const auto& [name, tensor] : tensors) {
     if (!is_derived(name)) kept.set(name, tensor);
   }
   if (config.tie_word_embeddings && !kept.contains("output.weight")) {
     kept.set("output.weight", kept.at("tok_embeddings.weight"));
   }
   return kept;
+}
+
+StateDict fuse_qkv(StateDict tensors) {
+  StateDict fused;
+  for (const auto& [name, tensor] : tensors) {
+    const size_t at = name.rfind(".wq.weight");
+    if (at != std::string::npos && name.ends_with(".wq.weight")) {
+      const std::string prefix = name.substr(0, at);
+      const std::array parts = {tensor, tensors.at(prefix + ".wk.weight"),
+                                tensors.at(prefix + ".wv.weight")};
+      fused.set(prefix + ".wqkv.weight", at::cat(parts));
+      for (const Tensor& part : parts) release_pages(part);
+    } else if (!name.ends_with(".wk.weight") && !name.ends_with(".wv.weight")) {
+      fused.set(name, tensor);
+    }
+  }
+  return fused;
 }
 
 bool is_expert_weight(const std::string& name) {
@@ -174,6 +175,7 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
     tensors = shard_state_dict(tensors, config, options.tp->rank(), ranks, int4_layout);
     config = shard_config(config, ranks);
   }
+  tensors = fuse_qkv(std::move(tensors));
 
   const SchemeOf scheme = [&](const std::string& fqn) {
     const bool from_hidden = fqn.ends_with(".w2"), from_heads = fqn.ends_with(".wo");

@@ -8,9 +8,12 @@
 
 namespace gptfast {
 
-/// The tensors that a model of `config` has, under its names: wq, wk and wv fused to wqkv, computed
-/// tensors dropped, a missing head of a tied model filled in with the embedding.
+/// The tensors that a model of `config` has, under its names but for fuse_qkv(): computed tensors
+/// dropped, a missing head of a tied model filled in with the embedding.
 StateDict normalize(StateDict tensors, const ModelArgs& config);
+
+/// wq, wk, wv -> wqkv where a checkpoint keeps them apart (Attention.load_hook of model.py).
+StateDict fuse_qkv(StateDict tensors);
 
 /// True for "....cond_ffn.w1": the weights of all experts of a layer, stored as one tensor.
 bool is_expert_weight(const std::string& name);

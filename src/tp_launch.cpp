@@ -28,9 +28,10 @@ using Clock = std::chrono::steady_clock;
 /// Time for other ranks to fail by themselves: rank 0 then prints what all of them would say, and a
 /// rank that ended because of another gets the other's reason beside it.
 constexpr auto kSameReasonTime = std::chrono::milliseconds(300);
-constexpr auto kReasonTime = std::chrono::seconds(2);
-/// Time for ranks that were asked to end; then they are killed.
-constexpr auto kEndTime = std::chrono::seconds(4);
+constexpr auto kReasonTime = std::chrono::seconds(1);
+/// Time for ranks that were asked to end; then they are killed. No rank has much to do at its end,
+/// but one that is stopped does not even hear of it.
+constexpr auto kEndTime = std::chrono::seconds(1);
 constexpr size_t kKeptOutput = 8192;  // last bytes of what a silent rank prints
 
 struct Rank {

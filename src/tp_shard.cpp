@@ -136,12 +136,15 @@ bool holds_tiles(const StateDict& tensors, const ModelArgs& config, Int4Layout l
   return false;
 }
 
-/// Groups of an int4 layer must not be cut apart.
+/// Groups of an int4 layer must not be cut apart, nor inputs that the layer reorders.
 void check_groups(const StateDict& tensors, const Plan& plan, int world_size) {
   for (const auto& [name, scales_and_zeros] : tensors) {
     const auto fqn = layer_of(name, ".scales_and_zeros");
     const auto share = fqn ? plan.share_of(*fqn) : std::nullopt;
     if (!share || share->columns.size == 0) continue;
+    TORCH_CHECK(!tensors.contains(*fqn + ".perm"), "'", *fqn,
+                "' was quantized in activation order, which cannot be divided among ranks; "
+                "quantize again without act_order, or use one rank");
     const int64_t groupsize = groupsize_of(tensors.at(*fqn + ".weight"), scales_and_zeros);
     TORCH_CHECK(share->columns.size % groupsize == 0, "'", *fqn, "' has ",
                 share->columns.size * world_size, " columns, ", share->columns.size, " on each of ",
@@ -184,7 +187,11 @@ class Cutter {
     const Int4Weight whole =
         unpack_int4(weight, scales_and_zeros, in_features_of(fqn, config_), layout_, fqn);
     release_pages(weight);
-    return canonical_int4(cut(whole.q, share, {.dim = 0}, {.dim = 1, .unit = 2}));
+    const Tensor q = cut(whole.q, share, {.dim = 0}, {.dim = 1, .unit = 2});
+    if (share.columns.size > 0) return canonical_int4(q);
+    // Whole rows keep the padding that their scales and zeros have in the file.
+    const int64_t padding = int4_padded_features(weight) / 2 - q.size(1);
+    return canonical_int4(at::constant_pad_nd(q, {0, padding}));
   }
 
   const StateDict& tensors_;

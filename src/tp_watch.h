@@ -25,7 +25,7 @@ class PeerWatch {
   using Clock = std::chrono::steady_clock;
   using Handler = std::function<void(const std::string&)>;
   /// Silence that counts as loss.
-  static constexpr auto kSilence = std::chrono::seconds(8);
+  static constexpr auto kSilence = std::chrono::seconds(6);
 
   /// Meets the other ranks through `store`; throws when one does not come before `deadline`.
   PeerWatch(c10d::Store& store, int rank, int world_size, const std::string& local_address,

@@ -107,8 +107,10 @@ TEST(Shard, EveryExpertIsCutInside) {
 }
 
 // The values that a layer of `tensors` computes with.
-Tensor dequantized(const StateDict& tensors, const std::string& fqn, int64_t in_features) {
+Tensor dequantized(const StateDict& tensors, const std::string& fqn, int64_t in_features,
+                   Int4Layout layout = Int4Layout::kAuto) {
   LinearImpl linear(in_features, /*out_features=*/0, weight_scheme(tensors, fqn, in_features));
+  linear.scheme.layout = layout;
   linear.weight = tensors.at(fqn + ".weight");
   if (const Tensor* scales = tensors.find(fqn + ".scales")) linear.scales = *scales;
   if (const Tensor* both = tensors.find(fqn + ".scales_and_zeros")) linear.scales_and_zeros = *both;
@@ -155,6 +157,40 @@ TEST(Shard, Int4WithSharedKeyValueHeads) {
   expect_quantized_shares("tiny-gqa.int4.g32.pth", "tiny-gqa", 8);
 }
 
+// Files pad int4 columns to a multiple of 1024. Here no rank's rows (12 of w1) fill whole tiles,
+// nor its columns (32 of w2).
+TEST(Shard, Int4WithPaddedColumns) {
+  constexpr auto kLayout = Int4Layout::kCuda;
+  const std::string ffn = "layers.0.feed_forward.";
+  at::manual_seed(3);
+  StateDict whole;
+  const auto add = [&](const std::string& fqn, int64_t rows, int64_t groupsize) {
+    whole.set(fqn + ".weight",
+              pack_int4_cuda(at::randint(0, 256, {rows, 512}, at::kByte), /*inner=*/8));
+    whole.set(fqn + ".scales_and_zeros", at::randn({1024 / groupsize, rows, 2}));
+  };
+  const auto expect_parts = [&](const std::string& fqn, const ModelArgs& args, int ranks,
+                                int64_t in_features, int64_t in_share, int64_t dim) {
+    const Tensor expected = dequantized(whole, fqn, in_features, kLayout);
+    for (int rank = 0; rank < ranks; ++rank) {
+      const StateDict share = shard_state_dict(whole, args, rank, ranks, kLayout);
+      EXPECT_TRUE(
+          dequantized(share, fqn, in_share, kLayout).equal(expected.chunk(ranks, dim)[rank]))
+          << fqn << " rank " << rank;
+    }
+  };
+  ModelArgs args = tiny_args();
+  for (const int64_t groupsize : {32, 64, 128}) {
+    add(ffn + "w1", 96, groupsize);
+    expect_parts(ffn + "w1", args, 8, 64, 64, 0);
+  }
+  args.intermediate_size = 128;
+  add(ffn + "w2", 64, 32);
+  whole.set(ffn + "w1.weight", at::zeros({128, 64}));
+  whole.take(ffn + "w1.scales_and_zeros");
+  expect_parts(ffn + "w2", args, 4, 128, 32, 1);
+}
+
 TEST(Shard, RefusesWithNumbers) {
   ModelArgs args = tiny_args();
   const auto refusal = [&](int ranks) { return error_of([&] { shard_config(args, ranks); }); };
@@ -179,8 +215,13 @@ TEST(Shard, RefusesToCutGroups) {
   whole.set("layers.0.feed_forward.w2.scales_and_zeros", at::ones({32, 64, 2}));
   EXPECT_EQ(error_of([&] { shard_state_dict(whole, args, 0, 2, Int4Layout::kAuto); }),
             "'layers.0.feed_forward.w2' has 96 columns, 48 on each of 2 ranks, which its int4 "
-            "group "
-            "size 32 does not divide; use fewer ranks or a checkpoint of a smaller group size");
+            "group size 32 does not divide; use fewer ranks or a checkpoint of a smaller group "
+            "size");
+  whole.set("layers.0.feed_forward.w2.perm", at::arange(96, at::kInt));
+  EXPECT_NE(error_of([&] {
+              shard_state_dict(whole, args, 0, 2, Int4Layout::kAuto);
+            }).find("'layers.0.feed_forward.w2' was quantized in activation order"),
+            std::string::npos);
 }
 
 // ---- Ranks as threads
@@ -361,8 +402,12 @@ TEST(DeviceOfRank, MoreRanksThanGpusAreRefused) {
   RankInfo info;
   info.rank = info.local_rank = 1000;
   EXPECT_EQ(device_of_rank(info, at::kCPU), at::Device(at::kCPU));
-  EXPECT_NE(error_of([&] { device_of_rank(info, at::kCUDA); }).find("number 1001 on its host"),
-            std::string::npos);
+  setenv("CUDA_VISIBLE_DEVICES", "3,1", /*overwrite=*/1);
+  const std::string error = error_of([&] { device_of_rank(info, at::kCUDA); });
+  unsetenv("CUDA_VISIBLE_DEVICES");
+  EXPECT_TRUE(error.starts_with("rank 1000 is number 1001 on its host, which shows ")) << error;
+  EXPECT_TRUE(error.ends_with("GPUs (CUDA_VISIBLE_DEVICES=3,1); start at most one rank per GPU"))
+      << error;
 }
 
 }  // namespace

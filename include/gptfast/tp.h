@@ -64,7 +64,7 @@ constexpr int kPeerLostStatus = 75;  // EX_TEMPFAIL
 class TensorParallel {
  public:
   /// Called (once, from a thread of this object) when another rank ended early or has gone silent
-  /// for 8 s: only the end of the process frees a rank that waits for it. The message is one line.
+  /// for 6 s: only the end of the process frees a rank that waits for it. The message is one line.
   using PeerLostHandler = std::function<void(const std::string& message)>;
 
   /// Meets the other ranks; waits up to 300 s for them. Throws when the port is taken or a rank
