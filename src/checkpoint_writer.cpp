@@ -117,7 +117,8 @@ struct CheckpointWriter::Impl {
   PickleWriter pickle;
   std::map<std::string, Saved> tensors;
   std::set<std::string> records;
-  bool open = true;  // false after the end and after a failure
+  bool open = true;     // false after the end and after a failure
+  bool sealed = false;  // only the name is missing
 };
 
 CheckpointWriter::CheckpointWriter(const std::filesystem::path& file)
@@ -157,12 +158,19 @@ void CheckpointWriter::set_record(const std::string& name, const std::string& by
   impl_->open = true;
 }
 
-void CheckpointWriter::finish() {
+void CheckpointWriter::seal() {
   impl_->begin();
   impl_->add_record("data.pkl", as_bytes(impl_->pickle.finish()));
   impl_->add_record("byteorder", as_bytes("little"));
   impl_->add_record("version", as_bytes("3\n"));
   impl_->archive.finish();
+  impl_->output.sync();
+  impl_->sealed = true;
+}
+
+void CheckpointWriter::finish() {
+  if (!impl_->sealed) seal();
+  impl_->sealed = false;
   impl_->output.commit();
 }
 

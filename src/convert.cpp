@@ -114,6 +114,8 @@ void write_model(const Import& import, const fs::path& output, const ConvertOpti
   if (source.config.tie_word_embeddings && tensors.back().name != "output.weight")
     writer.add_alias("output.weight", "tok_embeddings.weight");
   const auto side_files = write_side_files(import, folder);
+  writer.seal();
+  for (const auto& file : side_files) file->sync();
   for (const auto& file : side_files) file->commit();
   writer.finish();
   if (options.note) {

@@ -65,8 +65,12 @@ void OutputFile::write(Bytes bytes, uint64_t offset) {
   }
 }
 
-void OutputFile::commit() {
+void OutputFile::sync() {
   if (::fsync(fd_) != 0) fail("cannot be written");
+}
+
+void OutputFile::commit() {
+  sync();
   if (temporary_.empty()) {
     const auto name = temporary_name();
     const std::string descriptor = "/proc/self/fd/" + std::to_string(fd_);

@@ -22,6 +22,8 @@ class OutputFile {
   OutputFile& operator=(const OutputFile&) = delete;
 
   void write(Bytes bytes, uint64_t offset);
+  /// Waits until all bytes are on the disk, so that commit() cannot fail for want of space.
+  void sync();
   /// Syncs and renames.
   void commit();
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <sys/mount.h>
 #include <sys/stat.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <unistd.h>
@@ -16,6 +15,7 @@
 #include "checkpoint_reader.h"
 #include "dtype_names.h"
 #include "gptfast/inspect.h"
+#include "mount.h"
 #include "sha256.h"
 #include "zip.h"
 
@@ -79,19 +79,6 @@ struct TemporaryFolder {
     return names;
   }
   fs::path path;
-};
-
-/// A small file system of its own; only root may mount one.
-struct Mount {
-  Mount(const fs::path& folder, unsigned long flags, const char* options)
-      : path(folder), mounted(::mount("tmpfs", folder.c_str(), "tmpfs", flags, options) == 0) {}
-  ~Mount() {
-    if (mounted) ::umount2(path.c_str(), MNT_DETACH);
-  }
-  Mount(const Mount&) = delete;
-  Mount& operator=(const Mount&) = delete;
-  fs::path path;
-  bool mounted;
 };
 
 StateDict every_dtype() {

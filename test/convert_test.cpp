@@ -14,6 +14,7 @@
 #include "gptfast/checkpoint.h"
 #include "gptfast/config.h"
 #include "gptfast/tokenizer.h"
+#include "mount.h"
 
 namespace gptfast {
 namespace {
@@ -453,12 +454,47 @@ TEST_F(GgufTest, CommandLine) {
     EXPECT_TRUE(contains(text, expected)) << command << ": " << text;
     EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
   }
-  // Files may not grow beyond 64 KiB: what a full disk does.
+}
+
+// On disks of every size up to the one that suffices, so that each write fails once.
+TEST_F(GgufTest, DiskFull) {
+  TinyGguf tiny(Type::kF32);
+  add_bpe_tokenizer(tiny.file);
+  const auto input = write("in.gguf", tiny.file.build());
+  const fs::path folder = directory_ / "small";
+  fs::create_directory(folder);
+  constexpr int kMostPages = 1000;
+  int pages = 0;
+  for (std::string message = "not tried"; !message.empty();) {
+    ASSERT_LT(++pages, kMostPages);
+    const Mount disk(folder, 0, ("size=" + std::to_string(pages * ::getpagesize())).c_str());
+    if (!disk.mounted) GTEST_SKIP() << "only root can mount a small disk";
+    message = error_of([&] { convert(input, folder / "model.pth", {}); });
+    EXPECT_EQ(message.empty(), fs::exists(folder / "model.pth"));
+    if (message.empty()) continue;
+    EXPECT_TRUE(contains(message, "cannot be written: No space left on device")) << message;
+    EXPECT_TRUE(fs::is_empty(folder)) << pages << " pages: " << message;
+  }
+  EXPECT_GT(pages, 50);
+  const Mount disk(folder, 0, "size=64k");
+  EXPECT_EQ(shell(R"("$BIN/convert" in.gguf --output small/model.pth >out.txt 2>err)"), 1);
+  EXPECT_EQ(read(directory_ / "err"),
+            "convert: small/model.pth: cannot be written: No space left on device\n");
+  EXPECT_EQ(read(directory_ / "out.txt"), "");
+  EXPECT_TRUE(fs::is_empty(folder));
+}
+
+// The same without root: files may not grow beyond 64 KiB.
+TEST_F(GgufTest, FilesMayNotGrow) {
+  TinyGguf tiny(Type::kF32);
+  add_bpe_tokenizer(tiny.file);
+  write("in.gguf", tiny.file.build());
   EXPECT_EQ(
       shell(
           R"(mkdir full; trap '' XFSZ; ulimit -f 64; "$BIN/convert" in.gguf --output full/model.pth 2>err)"),
       1);
-  EXPECT_TRUE(contains(read(directory_ / "err"), "model.pth"));
+  EXPECT_EQ(read(directory_ / "err"),
+            "convert: full/model.pth: cannot be written: File too large\n");
   EXPECT_TRUE(fs::is_empty(directory_ / "full"));
 }
 

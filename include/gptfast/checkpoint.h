@@ -86,7 +86,10 @@ class CheckpointWriter {
   void add_alias(const std::string& name, const std::string& existing);
   /// Adds a record `extra/<name>` beside the tensors, which Python ignores.
   void set_record(const std::string& name, const std::string& bytes);
-  /// Completes the file. Throws naming the file when that fails.
+  /// Writes the rest of the file, which still has no name: only finish() may follow. For callers
+  /// with other files that shall appear together with this one. Throws when the disk is full.
+  void seal();
+  /// Seals the file where that is not done, and names it. Throws naming the file when that fails.
   void finish();
 
  private:
