@@ -5,8 +5,13 @@
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+
 #include "gptfast/generate.h"
 #include "gptfast/tokenizer.h"
+#include "sha256.h"
 #include "test_util.h"
 
 namespace gptfast {
@@ -47,6 +52,18 @@ class SmolLM2 : public ::testing::Test {
   Transformer model{nullptr};
   StateDict original;
 };
+
+TEST_F(SmolLM2, TensorsAreTheOriginals) {
+  std::ifstream file(golden("smollm2/sha256.fp32.json"));
+  const auto expected = nlohmann::json::parse(file).get<std::map<std::string, std::string>>();
+  const StateDict tensors = load_checkpoint(directory / "model.pth");
+  EXPECT_EQ(tensors.size(), expected.size());
+  for (const auto& [name, tensor] : tensors) {
+    Sha256 hash;
+    hash.update({static_cast<const uint8_t*>(tensor.const_data_ptr()), tensor.nbytes()});
+    EXPECT_EQ(hash.hex_digest(), expected.at(name)) << name;
+  }
+}
 
 TEST_F(SmolLM2, LogitsAndGreedyTokensAreTheOriginals) {
   for (const std::string prompt : {"story", "chat", "code"}) {
