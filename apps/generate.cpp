@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -45,6 +46,8 @@ std::vector<int32_t> parse_ids(const std::string& list) {
 }
 
 std::string read_file(const std::string& path) {
+  TORCH_CHECK(!std::filesystem::is_directory(path), "--prompt_file: '", path,
+              "' is a directory; expected a file");
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK(file, "--prompt_file: cannot read '", path, "'");
   return {std::istreambuf_iterator<char>(file), {}};

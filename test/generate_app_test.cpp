@@ -170,6 +170,7 @@ TEST(GenerateProgram, OneLineForEveryMistake) {
   expect_failure(run + kModel + " --prompt words", 1, "needs a tokenizer");
   expect_failure(run + kModel + " --prompt 5000", 1, "holds 2048");
   expect_failure(run + kModel + " --prompt_file /nowhere.txt", 1, "/nowhere.txt");
+  expect_failure(run + kModel + " --prompt_file " + dir.path().string(), 1, "is a directory");
   expect_failure(run + kModel + ids + "--tokenizer_path " + file("tokenizer.model", "nonsense"), 1,
                  "tokenizer.model");
   expect_failure(run + kModel + ids + "--draft_checkpoint_path " +
