@@ -1,6 +1,7 @@
 # Sourced by demo.sh, test.sh and prepare.sh: installs what is missing and builds. Defines ROOT, BUILD, TORCH_ROOT and the functions below.
 # Environment: TORCH_ROOT names an installed LibTorch 2.11; unset, the torch wheel goes into a virtual environment under build/.
 set -euo pipefail
+shopt -s inherit_errexit  # a failure inside $(...) counts too
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 BUILD=$ROOT/build
@@ -11,7 +12,7 @@ fail() { printf '%s\n' "$*" >&2; exit 1; }
 
 BUILD_PACKAGES=(g++ cmake ninja-build pkg-config git ca-certificates python3 python3-venv libsentencepiece-dev
                 libcpp-httplib-dev libcxxopts-dev nlohmann-json3-dev libpcre2-dev)
-TEST_PACKAGES=(libgtest-dev clang-format iproute2)
+TEST_PACKAGES=(libgtest-dev libgmock-dev clang-format clang-tidy iproute2)
 
 # install_packages NAME...: installs the Debian packages that are missing.
 install_packages() {
@@ -47,7 +48,7 @@ install_torch() {
   fi
   python_env
   local pip=("$BUILD/venv/bin/pip" install --quiet --disable-pip-version-check)
-  if ! "$BUILD/venv/bin/pip" show --disable-pip-version-check torch 2>/dev/null | grep -q "^Version: $TORCH_VERSION"; then
+  if ! compgen -G "$BUILD/venv/lib/python3*/site-packages/torch-$TORCH_VERSION*.dist-info" >/dev/null; then
     say "Installing LibTorch $TORCH_VERSION under build/venv"
     if command -v nvcc >/dev/null; then
       "${pip[@]}" "torch==$TORCH_VERSION"
