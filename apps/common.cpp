@@ -280,7 +280,7 @@ void CommandLine::print_help() const {
   std::string usage = "[flags]";
   for (const Option& option : options_) {
     if (option.kind == Kind::kPositional) {
-      usage = option.name + " " + usage;
+      usage.insert(0, option.name + " ");
       continue;
     }
     const std::string names = option.short_name == '\0'
@@ -344,7 +344,7 @@ at::Device parse_device(const std::string& text) {
   }
   if (default_device() == "cpu")
     throw UsageError("--device " + text + ": this build or this machine has no CUDA device");
-  const int count = at::detail::getCUDAHooks().deviceCount();
+  const auto count = static_cast<int>(at::detail::getCUDAHooks().deviceCount());
   if (*index >= count) {
     throw UsageError("--device " + text + ": this machine has " + std::to_string(count) +
                      " CUDA device(s), cuda:0 to cuda:" + std::to_string(count - 1));
@@ -374,13 +374,13 @@ std::string scaled(double amount, Progress::Unit unit) {
 }
 
 std::string time_left(double seconds) {
-  const auto whole = static_cast<int64_t>(std::min(seconds, 3.6e8) + 0.5);
+  const auto whole = std::llround(std::min(seconds, 3.6e8));
   char buffer[64];
   if (whole >= 3600) {
-    std::snprintf(buffer, sizeof buffer, "%lld:%02lld:%02lld left", whole / 3600LL,
-                  whole / 60LL % 60, whole % 60LL);
+    std::snprintf(buffer, sizeof buffer, "%lld:%02lld:%02lld left", whole / 3600, whole / 60 % 60,
+                  whole % 60);
   } else {
-    std::snprintf(buffer, sizeof buffer, "%lld:%02lld left", whole / 60LL, whole % 60LL);
+    std::snprintf(buffer, sizeof buffer, "%lld:%02lld left", whole / 60, whole % 60);
   }
   return buffer;
 }

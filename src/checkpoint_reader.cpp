@@ -563,13 +563,14 @@ StateDict read_checkpoint(const FileBytes& file, Names names,
 
 void release_pages(const Tensor& tensor) {
   if (!tensor.has_storage() || tensor.storage().data_ptr().get_deleter() != release_mapping) return;
-  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  const int64_t extent =
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  auto* begin = static_cast<uint8_t*>(const_cast<void*>(tensor.const_data_ptr()));
+  const size_t extent =
       at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
-  const uintptr_t first = (begin + page - 1) / page * page,
-                  end = (begin + static_cast<uintptr_t>(extent)) / page * page;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+  // Whole pages only: the bytes beside them belong to other tensors.
+  const size_t before = (page - reinterpret_cast<uintptr_t>(begin) % page) % page;
+  if (extent <= before) return;
+  madvise(begin + before, (extent - before) / page * page, MADV_DONTNEED);
 }
 
 }  // namespace gptfast

@@ -137,7 +137,8 @@ int64_t meta_hidden_dim(const JsonFields& fields, int64_t dim) {
               ": field 'multiple_of' is ", multiple_of);
   TORCH_CHECK(multiplier > 0 && multiplier < 1000, fields.source,
               ": field 'ffn_dim_multiplier' is ", multiplier);
-  return find_multiple(static_cast<int64_t>(multiplier * static_cast<double>(2 * 4 * dim / 3)),
+  const int64_t two_thirds = 2 * 4 * dim / 3;  // rounded down before it is multiplied, as there
+  return find_multiple(static_cast<int64_t>(multiplier * static_cast<double>(two_thirds)),
                        multiple_of);
 }
 
