@@ -397,6 +397,7 @@ std::vector<std::vector<Score>> score_requests(Transformer& model,
   model->max_batch_size = 0;
   model->max_seq_length = 0;
   std::vector<std::vector<Score>> scores;
+  scores.reserve(items.size());
   for (const auto& item : items) {
     scores.emplace_back(item.size());
   }

@@ -87,7 +87,7 @@ class Walker {
  public:
   Walker(const FileBytes& file, uint64_t offset) : file_(file), offset_(offset) {}
 
-  void take(const std::string& name, std::vector<int64_t> shape) {
+  void take(const std::string& name, const std::vector<int64_t>& shape) {
     const Tensor view = at::from_blob(
         file_.owner.get() + offset_, shape, [owner = file_.owner](void*) {}, at::kFloat);
     offset_ += view.nbytes();

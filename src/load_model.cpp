@@ -26,7 +26,7 @@ bool is_derived(const std::string& name) {
 
 }  // namespace
 
-StateDict normalize(StateDict tensors, const ModelArgs& config) {
+StateDict normalize(const StateDict& tensors, const ModelArgs& config) {
   StateDict kept;
   for (const auto& [name, tensor] : tensors) {
     if (!is_derived(name)) kept.set(name, tensor);
@@ -168,7 +168,7 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
   StateDict tensors = load_checkpoint(checkpoint_path, &records);
   const Int4Layout int4_layout = find_int4_layout(records, options.int4_layout);
   ModelArgs config = find_config(checkpoint_path, options.config, tensors);
-  tensors = normalize(std::move(tensors), config);
+  tensors = normalize(tensors, config);
   check_config(config, tensors);
   if (options.tp) {
     const int ranks = options.tp->world_size();

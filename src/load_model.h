@@ -10,7 +10,7 @@ namespace gptfast {
 
 /// The tensors that a model of `config` has, under its names but for fuse_qkv(): computed tensors
 /// dropped, a missing head of a tied model filled in with the embedding.
-StateDict normalize(StateDict tensors, const ModelArgs& config);
+StateDict normalize(const StateDict& tensors, const ModelArgs& config);
 
 /// wq, wk, wv -> wqkv where a checkpoint keeps them apart (Attention.load_hook of model.py).
 StateDict fuse_qkv(StateDict tensors);

@@ -204,7 +204,8 @@ StateDict load_unquantized(const std::filesystem::path& file, const std::string&
                 "); quantize the model.pth that it was made from");
   }
   const ModelArgs config = find_config(file, config_name, tensors);
-  tensors = fuse_qkv(normalize(std::move(tensors), config));
+  tensors = normalize(tensors, config);
+  tensors = fuse_qkv(std::move(tensors));
   check_config(config, tensors);
   return tensors;
 }

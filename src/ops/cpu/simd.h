@@ -49,11 +49,13 @@ inline void prefetch_ahead(const void* p, int64_t row_bytes) {
   const auto line =
       reinterpret_cast<uintptr_t>(p);  // a number, as the sum may lie outside any object
   const int64_t tile = kRows * row_bytes;
+  // NOLINTBEGIN(performance-no-int-to-ptr)
   if (kRows > 1 && tile > kPrefetchBytes) {
     __builtin_prefetch(reinterpret_cast<const void*>(line + tile), /*rw=*/0, kSecondLevel);
   } else {
     __builtin_prefetch(reinterpret_cast<const void*>(line + kPrefetchBytes), /*rw=*/0, kFirstLevel);
   }
+  // NOLINTEND(performance-no-int-to-ptr)
 }
 
 template <class Vector, class T>

@@ -15,13 +15,11 @@
 
 namespace gptfast::ops::cpu {
 
-using gptfast::cpu::AttendArgs;
 using gptfast::cpu::Dtype;
 using gptfast::cpu::Format;
 using gptfast::cpu::Kernels;
 using gptfast::cpu::kernels;
 using gptfast::cpu::kRowTile;
-using gptfast::cpu::PrepareArgs;
 using gptfast::cpu::Range;
 using gptfast::cpu::ThreadPool;
 using gptfast::cpu::Weight;
