@@ -1,5 +1,7 @@
 #include "ops/cpu/thread_pool.h"
 
+#include <ATen/Parallel.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -77,6 +79,31 @@ TEST(ThreadPool, ScratchIsAlignedAndEachThreadsOwn) {
   EXPECT_NE(first, second);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % 64, 0U);
   EXPECT_EQ(pool.scratch(0, 50), first);
+}
+
+TEST(ParallelFor, CallsEachOnceWithOneLibraryThread) {
+  set_num_threads(3);
+  const int before = at::get_num_threads();
+  std::vector<std::atomic<int>> calls(20);
+  std::atomic<int> most_threads = 0;
+  const c10::InferenceMode guard;
+  std::atomic<int> outside_inference = 0;
+  parallel_for(std::ssize(calls), [&](int64_t i) {
+    ++calls[i];
+    most_threads = std::max<int>(most_threads, at::get_num_threads());
+    outside_inference += c10::InferenceMode::is_enabled() ? 0 : 1;
+  });
+  EXPECT_EQ((std::vector<int>{calls.begin(), calls.end()}), std::vector<int>(20, 1));
+  EXPECT_EQ(most_threads, 1);
+  EXPECT_EQ(outside_inference, 0);
+  EXPECT_EQ(at::get_num_threads(), before);
+  set_num_threads(0);
+}
+
+TEST(ParallelFor, PassesExceptionsOn) {
+  const auto fail = [](int64_t i) { TORCH_CHECK(i != 3, "number ", i); };
+  EXPECT_THROW(parallel_for(8, fail), c10::Error);
+  EXPECT_NO_THROW(parallel_for(3, fail));
 }
 
 }  // namespace

@@ -69,6 +69,10 @@ struct ForwardContext {
 struct AttentionImpl : torch::nn::Module {
   AttentionImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
   Tensor forward(const Tensor& x, const ForwardContext& context);  // [B, S, D] -> [B, S, D]
+  /// The first half of forward(): the queries [B, H, S, Dh]; keys and values go to the cache.
+  Tensor project(const Tensor& x, const ForwardContext& context);
+  /// The second half: [B, H, S, Dh] -> [B, S, D].
+  Tensor attend(const Tensor& q, const ForwardContext& context);
 
   Linear wqkv{nullptr};  // D -> (H + 2 Hkv) Dh: query, key and value projections of all heads
   Linear wo{nullptr};    // H Dh -> D
@@ -125,6 +129,9 @@ TORCH_MODULE(MOEFeedForward);
 struct TransformerBlockImpl : torch::nn::Module {
   TransformerBlockImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
   Tensor forward(const Tensor& x, const ForwardContext& context);  // [B, S, D] -> [B, S, D]
+  /// forward() in two halves, between which other slices of the same prompt can be at the first.
+  Tensor project(const Tensor& x, const ForwardContext& context);  // -> q [B, H, S, Dh]
+  Tensor finish(const Tensor& x, const Tensor& q, const ForwardContext& context);
 
   Attention attention{nullptr};
   FeedForward feed_forward{nullptr};         // dense models
@@ -184,8 +191,16 @@ struct TransformerImpl : torch::nn::Module {
  private:
   std::shared_ptr<TensorParallel> tp_;
   Tensor whole_logits(Tensor logits) const;  // of this rank's [..., V / ranks]
-  Tensor hidden(const Tensor& idx, const Tensor& input_pos,
-                int64_t first_slot);  // [B, S, D] before the head
+  /// Consecutive positions of a prompt, which the threads of the CPU work on side by side.
+  struct Slice {
+    ForwardContext context;
+    Tensor x;  // [B, S', D]
+    Tensor q;  // [B, H, S', Dh]
+  };
+  std::vector<Slice> hidden(const Tensor& idx, const Tensor& input_pos,
+                            int64_t first_slot);  // before the head
+  ForwardContext context_of(const Tensor& input_pos, int64_t first_slot) const;
+  int64_t slices_of(int64_t batch_size, int64_t seq_len) const;
 
   bool reference_ = false;
   Tensor freqs_cis_;  // [T, Dh/2, 2] float32, rounded to the model's dtype as the original's table

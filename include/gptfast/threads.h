@@ -2,6 +2,9 @@
 // thread.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+
 namespace gptfast {
 
 /// Physical cores that this process may use: the affinity mask, one of each set of hyperthreads,
@@ -17,5 +20,10 @@ void set_num_threads(int num_threads);
 int num_threads();
 
 constexpr int kMaxThreads = 1024;
+
+/// Calls body(0) ... body(n - 1), each once, on the threads that compute; LibTorch, called inside,
+/// uses one thread. Rethrows one of the exceptions that bodies threw, after all have returned. Must
+/// not be called inside itself.
+void parallel_for(int64_t n, const std::function<void(int64_t)>& body);
 
 }  // namespace gptfast

@@ -302,14 +302,18 @@ Tensor linear(const Tensor& x, const LinearImpl& layer) {
   auto* products = out.data_ptr<float>();
   ThreadPool& pool = ThreadPool::get();
   constexpr int64_t kPanel = gptfast::cpu::kMaxPanelRows;
-  pool.run([&](int thread) noexcept {
+  const auto multiply = [&](int thread, const Range& range) {
     auto* panel = reinterpret_cast<float*>(
         pool.scratch(thread, gptfast::cpu::kPanelColumns * kPanel * sizeof(float)));
-    for (Range range{}; pool.next(thread, weight.n, kPanel, range);) {
-      kernels().matmul(weight, range.begin, range.end, activations, rows, products, weight.n,
-                       panel);
-    }
-  });
+    kernels().matmul(weight, range.begin, range.end, activations, rows, products, weight.n, panel);
+  };
+  if (const int thread = ThreadPool::current_thread; thread >= 0) {  // in a slice of a prompt
+    multiply(thread, {0, weight.n});
+  } else {
+    pool.run([&](int thread) noexcept {
+      for (Range range{}; pool.next(thread, weight.n, kPanel, range);) multiply(thread, range);
+    });
+  }
   return out.to(x.scalar_type());
 }
 

@@ -1,6 +1,7 @@
 #include "ops/cpu/thread_pool.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -11,6 +12,7 @@
 #include <chrono>
 #include <climits>
 #include <cmath>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -127,6 +129,8 @@ double cgroup_cpus() {
 
 }  // namespace
 
+thread_local int ThreadPool::current_thread = -1;
+
 ThreadPool& ThreadPool::get() {
   static ThreadPool pool(default_num_threads());
   return pool;
@@ -173,13 +177,18 @@ void ThreadPool::run_task(Task task, const void* context) {
   const std::lock_guard lock(callers_);
   claims_.store(0, std::memory_order_relaxed);
   for (Share& share : shares_) share.claimed.store(0, std::memory_order_relaxed);
-  if (workers_.empty()) return task(context, 0);
+  const auto run_first = [&] {
+    current_thread = 0;
+    task(context, 0);
+    current_thread = -1;
+  };
+  if (workers_.empty()) return run_first();
   task_ = task;
   context_ = context;
   // Sequentially consistent, as the sleepers' side: one of the two sees the other.
   gate_.fetch_add(kPhase);
   if (sleepers_.load() > 0) futex_wake(gate_);
-  task(context, 0);
+  run_first();
   gate_.fetch_add(kPhase);
   wait_for_workers();
 }
@@ -206,6 +215,7 @@ void ThreadPool::wait_for_opening(uint32_t seen) {
 }
 
 void ThreadPool::work(int thread, uint32_t seen) {
+  current_thread = thread;
   for (;;) {
     wait_for_opening(seen);
     seen = gate_.fetch_add(1) / kPhase;  // closed again, or that of a later stage, if we were slow
@@ -246,6 +256,28 @@ void set_num_threads(int num_threads) {
 
 int num_threads() {
   return cpu::ThreadPool::get().size();
+}
+
+void parallel_for(int64_t n, const std::function<void(int64_t)>& body) {
+  const int library_threads = at::get_num_threads();
+  const at::ThreadLocalState state;  // inference mode, the profiler
+  std::mutex mutex;
+  std::exception_ptr failure;
+  cpu::ThreadPool& pool = cpu::ThreadPool::get();
+  pool.run([&](int thread) noexcept {
+    const at::ThreadLocalStateGuard guard(state);
+    at::set_num_threads(1);
+    for (cpu::Range range{}; pool.next(thread, n, /*piece=*/1, range);) {
+      try {
+        body(range.begin);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        failure = std::current_exception();
+      }
+    }
+  });
+  at::set_num_threads(library_threads);
+  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace gptfast

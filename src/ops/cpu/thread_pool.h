@@ -67,6 +67,9 @@ class ThreadPool {
     }
   }
 
+  /// The index of the calling thread inside a body, else -1.
+  static thread_local int current_thread;
+
   /// Memory of a thread that lives until the pool ends; 64-byte aligned, grown to `bytes`. Contents
   /// are not kept on growth.
   std::byte* scratch(int thread, size_t bytes);
