@@ -215,6 +215,26 @@ TEST(CpuKernels, MatmulMatchesExactProductsForOddSizes) {
   }
 }
 
+TEST(CpuKernels, Int4UnpacksToTheNearestBFloat16) {
+  at::manual_seed(8);
+  for (const Kernels* kernels : runnable()) {
+    for (const int64_t groupsize : {32, 64, 128, 256}) {
+      for (const int64_t n : {1, 33, 70}) {
+        for (const int64_t k : {8, 102, 576}) {
+          const TestWeight weight(WeightFormat::kInt4, n, k, groupsize);
+          const Tensor out = at::empty({n, k}, at::kBFloat16);
+          auto* rows = static_cast<uint16_t*>(out.data_ptr());
+          const int64_t half = n / 2 / cpu::kRowTile * cpu::kRowTile;
+          kernels->unpack_int4(weight.view, 0, half, rows);
+          kernels->unpack_int4(weight.view, half, n, rows + half * k);
+          EXPECT_TRUE(at::equal(out, weight.values.to(at::kFloat).to(at::kBFloat16)))
+              << kernels->name << " g" << groupsize << " " << n << "x" << k;
+        }
+      }
+    }
+  }
+}
+
 TEST(CpuKernels, OneLargeColumnCostsLessThanBFloat16Activations) {
   at::manual_seed(4);
   for (const Kernels* kernels : runnable()) {

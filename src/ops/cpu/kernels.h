@@ -109,6 +109,9 @@ struct Kernels {
   /// floats.
   void (*matmul)(const Weight& weight, int64_t begin, int64_t end, const float* x, int64_t rows,
                  float* out, int64_t out_stride, float* panel);
+  /// Packed int4 rows [begin, end) as bfloat16, out [end - begin, k]. `begin` is a multiple of
+  /// kRowTile.
+  void (*unpack_int4)(const Weight& weight, int64_t begin, int64_t end, uint16_t* out);
   void (*attend)(const AttendArgs& args);
   /// h[i] = silu(gate[i]) * up[i].
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* h);

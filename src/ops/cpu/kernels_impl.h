@@ -151,7 +151,7 @@ inline void from_float(const float* in, int64_t n, Dtype dtype, void* out) {
 }
 
 constexpr Kernels make_kernels(const char* name) {
-  return {name,   activation_bytes, prepare, gemv,     matmul,
+  return {name,   activation_bytes, prepare, gemv,     matmul,    unpack_int4,
           attend, silu_mul,         merge,   to_float, from_float};
 }
 

@@ -218,6 +218,13 @@ inline uint16_t float_to_bfloat16(float x) {
   return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
+/// To nearest, ties to even; a NaN stays one.
+inline Half round_to_bfloat16(Float x) {
+  const Uint bits = (Uint)x;
+  const Uint rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return __builtin_convertvector(x == x ? rounded : Uint{} + 0x7fc0u, Half);
+}
+
 // ---- load: kLanes consecutive values as floats.
 inline Float load(const float* p) {
   return load_as<Float>(p);

@@ -48,36 +48,6 @@ Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-Weight weight_of(const LinearImpl& linear) {
-  const WeightView view = linear.view();
-  TORCH_CHECK(view.data != nullptr, "a linear layer of ", view.n, " x ", view.k,
-              " is used before prepare()");
-  Format format{};
-  switch (view.format) {
-    case WeightFormat::kFloat32:
-      format = Format::kFloat32;
-      break;
-    case WeightFormat::kBFloat16:
-      format = Format::kBFloat16;
-      break;
-    case WeightFormat::kFloat16:
-      format = Format::kFloat16;
-      break;
-    case WeightFormat::kInt8:
-      format = Format::kInt8;
-      break;
-    case WeightFormat::kInt4:
-      format = Format::kInt4;
-      break;
-  }
-  return {.format = format,
-          .n = view.n,
-          .k = view.k,
-          .groupsize = view.groupsize,
-          .data = view.data,
-          .scales = view.scales};
-}
-
 int64_t bytes_per_row(const Weight& weight) {
   switch (weight.format) {
     case Format::kFloat32:
@@ -271,50 +241,6 @@ void rotate(float* x, int64_t n, int64_t first, const float* cis) {
 
 const char* path() {
   return kernels().name;
-}
-
-bool library_is_faster(const Tensor& x, const LinearImpl& layer) {
-  // Zen 5, 2 threads, SmolLM2-135M, 512 tokens: about 1000 tokens/s for bfloat16 and 870 for int8,
-  // whose values bfloat16 holds exactly, against 490 with float32 products. Without these
-  // instructions LibTorch's bfloat16 is several times slower than its float32 (Zen 3).
-  const WeightFormat format = layer.scheme.format;
-  if (format != WeightFormat::kBFloat16 && format != WeightFormat::kInt8) return false;
-  if (x.scalar_type() != at::kBFloat16) return false;
-#if defined(__x86_64__)
-  static const bool has_bfloat16 =
-      __builtin_cpu_supports("avx512bf16") && std::strcmp(path(), "avx512") == 0;
-  return has_bfloat16;
-#else
-  return false;
-#endif
-}
-
-Tensor linear(const Tensor& x, const LinearImpl& layer) {
-  const Weight weight = weight_of(layer);
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == weight.k, "a linear layer with ", weight.k,
-              " inputs got activations of shape ", x.sizes());
-  const Tensor in = x.to(at::kFloat).contiguous();
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = weight.n;
-  Tensor out = at::empty(shape, in.options());
-  const int64_t rows = in.numel() / weight.k;
-  const auto* activations = in.const_data_ptr<float>();
-  auto* products = out.data_ptr<float>();
-  ThreadPool& pool = ThreadPool::get();
-  constexpr int64_t kPanel = gptfast::cpu::kMaxPanelRows;
-  const auto multiply = [&](int thread, const Range& range) {
-    auto* panel = reinterpret_cast<float*>(
-        pool.scratch(thread, gptfast::cpu::kPanelColumns * kPanel * sizeof(float)));
-    kernels().matmul(weight, range.begin, range.end, activations, rows, products, weight.n, panel);
-  };
-  if (const int thread = ThreadPool::current_thread; thread >= 0) {  // in a slice of a prompt
-    multiply(thread, {0, weight.n});
-  } else {
-    pool.run([&](int thread) noexcept {
-      for (Range range{}; pool.next(thread, weight.n, kPanel, range);) multiply(thread, range);
-    });
-  }
-  return out.to(x.scalar_type());
 }
 
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gptfast/ops.h"
+#include "ops/cpu/kernels.h"
 
 namespace gptfast::ops::cpu {
 
@@ -10,8 +11,8 @@ namespace gptfast::ops::cpu {
 const char* path();
 
 Tensor pack_int4(const Int4Weight& weight);
-/// True where LibTorch's own product of bfloat16 matrices uses the CPU's bfloat16 instructions.
-bool library_is_faster(const Tensor& x, const LinearImpl& layer);
+/// What the kernels read of a layer.
+gptfast::cpu::Weight weight_of(const LinearImpl& linear);
 /// As ops::linear.
 Tensor linear(const Tensor& x, const LinearImpl& layer);
 void embed(const StepRows& rows, const Tensor& table, Tensor& x);
