@@ -98,6 +98,9 @@ class Server::Impl {
     TORCH_CHECK(bound, "cannot listen on ", options.host, " port ", options.port,
                 ": the port is taken, or this machine has no such address; choose others with "
                 "--host and --port");
+    // The HTTP library lets 5 connections wait to be accepted, and the kernel resets what waits
+    // longer when many come at once.
+    listen(listening_socket_, SOMAXCONN);
   }
 
   int port() const { return port_; }
@@ -132,7 +135,8 @@ class Server::Impl {
     const auto threads =
         static_cast<size_t>(options_.parallel + options_.max_queue + kSpareThreads);
     http_.new_task_queue = [threads] { return new httplib::ThreadPool(threads); };
-    http_.set_socket_options([](socket_t socket) {
+    http_.set_socket_options([this](socket_t socket) {
+      listening_socket_ = socket;
       const int on = 1;  // not SO_REUSEPORT, with which two servers would share a port unnoticed
       setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     });
@@ -283,6 +287,7 @@ class Server::Impl {
   Engine engine_;
   httplib::Server http_;
   int port_ = 0;
+  socket_t listening_socket_ = -1;
   std::mutex mutex_;
   std::condition_variable idle_;
   int64_t active_ = 0;  // answers that are not yet written to their end

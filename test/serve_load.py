@@ -20,6 +20,7 @@ from serve_process import Serve
 SLOTS = 8
 CLIENTS = 64
 HOSTILE = 16  # clients besides, see `attacks`
+IDLE = 4  # seconds; after 5 the server closes a connection
 WARM_UP = 0.4  # share of the time after which memory must not grow
 GROWTH_MB = 24  # allowed after that: free lists of the allocator
 
@@ -56,8 +57,19 @@ class Load:
     # ---- Clients that mean well
 
     def post(self, connection, path, body):
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse()
+        def send():
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            return connection.getresponse()
+
+        idle_since = getattr(connection, "idle_since", time.monotonic())
+        try:
+            return send()
+        except ConnectionError:  # the server may close what was idle for long; every HTTP client copes with that
+            if time.monotonic() - idle_since < IDLE:
+                raise
+            self.count("reconnected")
+            connection.close()
+            return send()
 
     def client(self, seed):
         rng = random.Random(seed)
@@ -79,7 +91,9 @@ class Load:
                 if stream and response.status == 200:
                     with self.lock:
                         self.first_token.append(time.monotonic() - begin)
-                self.check_answer(response.status, first + response.read(), path, body)
+                answer = first + response.read()
+                connection.idle_since = time.monotonic()
+                self.check_answer(response.status, answer, path, body)
                 if response.status == 503:
                     assert response.getheader("Retry-After")
                     time.sleep(rng.random())
