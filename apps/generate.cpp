@@ -235,7 +235,9 @@ CommandLine make_command_line() {
   flags.choice("draft", "lookup: draft what followed the text's last words earlier in it", "",
                {"lookup"});
   flags.integer("speculate_k", "tokens to draft a round", 5, 1, kMaxSpeculateK);
-  flags.text("profile", "write a Chrome trace of the last sample to PROFILE.json");
+  flags.text("profile",
+             "write a Chrome trace of the last sample to PROFILE.json (PROFILE_rank_N.json for "
+             "each of several ranks)");
   flags.text("logits_out", "write {tokens, logits} of the only sample, for Python's torch.load");
   return flags;
 }
@@ -258,6 +260,8 @@ void check_flags(const CommandLine& flags) {
   require(!flags.get_flag("interactive") ||
               (flags.get_integer("batch_size") == 1 && !flags.get_flag("json")),
           "--interactive goes with --batch_size 1 and without --json");
+  require(!flags.get_flag("interactive") || flags.get_integer("max_new_tokens") > 0,
+          "--interactive needs --max_new_tokens of at least 1");
 }
 
 GenerateOptions generate_options(const CommandLine& flags, const Tokenizer* tokenizer,
@@ -307,6 +311,12 @@ void print_acceptance(const std::vector<int64_t>& counts) {
   std::printf("]\nMean Accepted: %.4f\n", mean);
 }
 
+/// PROFILE.json; among ranks each writes its own.
+std::string trace_file(const CommandLine& flags, const TensorParallel* tp) {
+  const std::string rank = tp == nullptr ? "" : "_rank_" + std::to_string(tp->rank());
+  return flags.get_text("profile") + rank + ".json";
+}
+
 /// Generates --num_samples times and prints each as it comes.
 void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& prompt,
                  GenerateOptions options) {
@@ -328,13 +338,13 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
     const bool last = i == flags.get_integer("num_samples") - 1;
     if (last && flags.given("profile")) profile.emplace(loaded.model->device().is_cuda());
     const GenerateResult result = generate(loaded.model, prompt.ids, options);
-    if (profile) profile->save(flags.get_text("profile") + ".json");
+    const TensorParallel* tp = loaded.model->tp();
+    if (profile) profile->save(trace_file(flags, tp));
     options.sampling.seed += static_cast<uint64_t>(
         options.batch_size);  // every row of every sample has a seed of its own
     rates.push_back(result.tokens_per_sec());
     for (size_t n = 0; n < result.accept_counts.size(); ++n)
       accept_counts[n] += result.accept_counts[n];
-    const TensorParallel* tp = loaded.model->tp();
     if (options.return_logits && (tp == nullptr || tp->rank() == 0))
       save_logits(flags.get_text("logits_out"), prompt, result);
     if (json) {

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/profiler_kineto.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <set>
 
@@ -11,6 +12,9 @@ namespace profiler = torch::autograd::profiler;
 using torch::profiler::impl::ActivityType;
 
 Profile::Profile(bool cuda) {
+  // Without this a CUDA LibTorch complains on stderr that a machine without a GPU has no driver.
+  // (99: nothing at all. Kineto reads it once, when it starts.)
+  if (!cuda) setenv("KINETO_LOG_LEVEL", "99", /*overwrite=*/0);
   const profiler::ProfilerConfig config(profiler::ProfilerState::KINETO);
   std::set<ActivityType> activities = {ActivityType::CPU};
   if (cuda) activities.insert(ActivityType::CUDA);
