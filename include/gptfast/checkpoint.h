@@ -24,6 +24,7 @@ class StateDict {
 
   /// nullptr when absent.
   const Tensor* find(std::string_view name) const;
+  /// Whether there is a tensor of this name.
   bool contains(std::string_view name) const { return find(name) != nullptr; }
   /// Throws naming the tensor when absent.
   const Tensor& at(std::string_view name) const;
@@ -32,10 +33,13 @@ class StateDict {
   /// Removes and returns; throws naming the tensor when absent. The others keep their order.
   Tensor take(std::string_view name);
 
+  /// The number of tensors.
   size_t size() const { return entries_.size(); }
+  /// Whether there is none.
   bool empty() const { return entries_.empty(); }
+  /// Entries (name, tensor) in order, for range-based loops.
   auto begin() const { return entries_.begin(); }
-  auto end() const { return entries_.end(); }
+  auto end() const { return entries_.end(); }  ///< see begin()
 
  private:
   std::vector<Entry> entries_;
@@ -73,7 +77,9 @@ void release_pages(const Tensor& tensor);
 /// through add_alias.
 class CheckpointWriter {
  public:
+  /// Opens the temporary file. Throws naming the file when its folder cannot be written.
   explicit CheckpointWriter(const std::filesystem::path& file);
+  /// Without finish() before, nothing of the file remains.
   ~CheckpointWriter();
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
@@ -82,9 +88,9 @@ class CheckpointWriter {
   /// the disk is full.
   void add(const std::string& name, const Tensor& tensor);
   /// Gives the tensor `existing` a second name that shares its storage, as torch.save does for tied
-  /// weights.
+  /// weights. Throws when there is no such tensor, or `name` was used.
   void add_alias(const std::string& name, const std::string& existing);
-  /// Adds a record `extra/<name>` beside the tensors, which Python ignores.
+  /// Adds a record `extra/<name>` beside the tensors, which Python ignores. Throws as add() does.
   void set_record(const std::string& name, const std::string& bytes);
   /// Writes the rest of the file, which still has no name: only finish() may follow. For callers
   /// with other files that shall appear together with this one. Throws when the disk is full.
@@ -97,7 +103,8 @@ class CheckpointWriter {
   std::unique_ptr<Impl> impl_;
 };
 
-/// CheckpointWriter over a whole StateDict.
+/// CheckpointWriter over a whole StateDict and its extra records. Throws as its functions do;
+/// `file` is then as it was before.
 void save_checkpoint(const std::filesystem::path& file, const StateDict& tensors,
                      const std::map<std::string, std::string>& records = {});
 

@@ -68,7 +68,7 @@ struct ModelArgs {
   static ModelArgs from_name_or_file(const std::string& name);
 };
 
-/// Smallest multiple of k that is >= n.
+/// Smallest multiple of k that is >= n (find_multiple of model.py). n >= 0, k > 0.
 int64_t find_multiple(int64_t n, int64_t k);
 
 /// Names of the table's rows, in order.
@@ -90,6 +90,7 @@ struct ConfigChoice {
 };
 
 /// The choice that find_config makes, before it is checked and completed: vocab_size may be -1.
+/// Throws as find_config does.
 ConfigChoice choose_config(const std::filesystem::path& checkpoint_path,
                            const std::string& override_config);
 

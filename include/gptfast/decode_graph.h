@@ -18,6 +18,9 @@ class DecodeGraph {
   /// True if every op of a step of `model` is a kernel on its device.
   static bool supported(TransformerImpl& model);
 
+  /// For steps of `batch_size` rows (1 to kMaxStepRows) that write to the caches of slots
+  /// 0 .. batch_size - 1; the first start() captures. These functions throw c10::Error with CUDA's
+  /// message when it fails.
   DecodeGraph(TransformerImpl& model, int64_t batch_size);
   ~DecodeGraph();
   DecodeGraph(const DecodeGraph&) = delete;

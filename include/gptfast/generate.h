@@ -42,8 +42,8 @@ struct GenerateResult {
   Tensor logits;                       ///< [tokens fed, V] float32 when return_logits
 
   int64_t new_tokens() const;  ///< of all rows
-  double tokens_per_sec()
-      const;  ///< new tokens / seconds, prefill included (the original's figure)
+  /// New tokens / seconds, prefill included (the original's figure).
+  double tokens_per_sec() const;
   double decode_tokens_per_sec() const;  ///< without the prefill and its token
 };
 

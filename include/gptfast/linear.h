@@ -70,6 +70,7 @@ struct WeightView {
 /// (nn.Linear, WeightOnlyInt8Linear, WeightOnlyInt4Linear of quantize.py), so that
 /// named_parameters() and named_buffers() give the keys of the .pth.
 struct LinearImpl : torch::nn::Module {
+  /// Registers the tensors of `scheme`, still empty: load_model and random_model fill them.
   LinearImpl(int64_t in_features, int64_t out_features, WeightScheme scheme);
 
   /// x [..., K] floating -> [..., N] in x's dtype. The matrix kernels of ops::linear where the

@@ -37,9 +37,10 @@ struct KVCache {
   void update(const Tensor& input_pos, const Tensor& k, const Tensor& v, int64_t first_slot);
 };
 
+/// Root mean square norm, computed in float32 (RMSNorm of model.py).
 struct RMSNormImpl : torch::nn::Module {
-  RMSNormImpl(int64_t dim, double eps);
-  Tensor forward(const Tensor& x);  // [..., D] -> [..., D]
+  RMSNormImpl(int64_t dim, double eps);  ///< weights are ones until they are loaded
+  Tensor forward(const Tensor& x);       ///< [..., D] -> [..., D], in x's dtype times the weight's
 
   double eps;
   Tensor weight;  // [D]
@@ -48,8 +49,9 @@ TORCH_MODULE(RMSNorm);
 
 /// The token table. (torch::nn::Embedding would fill it with random numbers first.)
 struct EmbeddingImpl : torch::nn::Module {
-  EmbeddingImpl(int64_t vocab_size, int64_t dim);
-  Tensor forward(const Tensor& idx);  // [B, S] -> [B, S, D]
+  EmbeddingImpl(int64_t vocab_size,
+                int64_t dim);         ///< the weight is uninitialised until it is loaded
+  Tensor forward(const Tensor& idx);  ///< [B, S] int32 or int64 -> [B, S, D]
 
   Tensor weight;  // [V, D]
 };
@@ -66,9 +68,12 @@ struct ForwardContext {
   TensorParallel* tp;  // adds up the blocks' parts of the ranks; nullptr on one device
 };
 
+/// Grouped-query attention with a KV cache (Attention of model.py). In this and the modules below
+/// `fqn` is the module's own name, "layers.0.attention", by which it asks for its linears' schemes.
 struct AttentionImpl : torch::nn::Module {
   AttentionImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
-  Tensor forward(const Tensor& x, const ForwardContext& context);  // [B, S, D] -> [B, S, D]
+  /// [B, S, D] -> [B, S, D]; appends to the cache. With ranks, this one's part of the sum.
+  Tensor forward(const Tensor& x, const ForwardContext& context);
   /// The first half of forward(): the queries [B, H, S, Dh]; keys and values go to the cache.
   Tensor project(const Tensor& x, const ForwardContext& context);
   /// The second half: [B, H, S, Dh] -> [B, S, D].
@@ -81,9 +86,11 @@ struct AttentionImpl : torch::nn::Module {
 };
 TORCH_MODULE(Attention);
 
+/// w2(silu(w1 x) * (w3 x)), Llama's gated feed-forward layer (FeedForward of model.py).
 struct FeedForwardImpl : torch::nn::Module {
   FeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
-  Tensor forward(const Tensor& x);  // [B, S, D] -> [B, S, D]
+  /// [B, S, D] -> [B, S, D]. With ranks, this one's part of the sum.
+  Tensor forward(const Tensor& x);
 
   Linear w1{nullptr};  // D -> I, gate
   Linear w3{nullptr};  // D -> I, up
@@ -118,7 +125,8 @@ TORCH_MODULE(ConditionalFeedForward);
 /// A sparse mixture of experts (Mixtral).
 struct MOEFeedForwardImpl : torch::nn::Module {
   MOEFeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
-  Tensor forward(const Tensor& x);  // [B, S, D] -> [B, S, D]
+  /// [B, S, D] -> [B, S, D]. With ranks, this one's part of the sum.
+  Tensor forward(const Tensor& x);
 
   Linear gate{nullptr};  // D -> E, never quantized
   ConditionalFeedForward cond_ffn{nullptr};
@@ -126,9 +134,11 @@ struct MOEFeedForwardImpl : torch::nn::Module {
 };
 TORCH_MODULE(MOEFeedForward);
 
+/// One layer: attention and feed-forward, each behind a norm and added to the residual stream.
 struct TransformerBlockImpl : torch::nn::Module {
   TransformerBlockImpl(const ModelArgs& config, const SchemeOf& scheme, const std::string& fqn);
-  Tensor forward(const Tensor& x, const ForwardContext& context);  // [B, S, D] -> [B, S, D]
+  /// [B, S, D] -> [B, S, D], whole on every rank.
+  Tensor forward(const Tensor& x, const ForwardContext& context);
   /// forward() in two halves, between which other slices of the same prompt can be at the first.
   Tensor project(const Tensor& x, const ForwardContext& context);  // -> q [B, H, S, Dh]
   Tensor finish(const Tensor& x, const Tensor& q, const ForwardContext& context);
@@ -172,10 +182,12 @@ struct TransformerImpl : torch::nn::Module {
   /// Plain ATen everywhere (--reference): forward() uses no matrix kernels of ours and generate()
   /// decodes through forward().
   void set_reference(bool on);
-  bool reference() const { return reference_; }
+  bool reference() const { return reference_; }  ///< what set_reference() chose
 
-  TensorParallel* tp() const { return tp_.get(); }  // nullptr: the whole model is here
+  TensorParallel* tp() const { return tp_.get(); }  ///< nullptr: the whole model is here
+  /// Where the weights lie.
   at::Device device() const { return tok_embeddings->weight.device(); }
+  /// Of floating weights, caches and logits.
   at::ScalarType dtype() const { return tok_embeddings->weight.scalar_type(); }
 
   ModelArgs config;
@@ -232,7 +244,8 @@ struct LoadOptions {
 
 /// Reads a checkpoint and builds the model in its weight formats. wq, wk, wv are fused to wqkv,
 /// {"model": ...} is unwrapped, a missing head is tied to the embedding where the configuration
-/// says so.
+/// says so. Throws one line that names the file and what does not fit: no checkpoint, no or another
+/// configuration, missing or unexpected tensors.
 Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadOptions& options);
 
 /// A model of random weights (N(0, 1) / sqrt(K), quantized at random) for benchmarks and tests.

@@ -25,11 +25,11 @@ constexpr int64_t kAttentionSplit = 256;  ///< absolute positions a partial soft
 
 /// Where the rows of a step stand. All tensors are int32 on the model's device, contiguous.
 struct StepRows {
-  Tensor tokens;  ///< [B, S]
-  Tensor pos;     ///< [B], position of tokens[b, 0]
-  Tensor slot;    ///< [B]
-  int64_t rows() const { return tokens.numel(); }
-  int64_t seq_len() const { return tokens.size(1); }
+  Tensor tokens;                                      ///< [B, S]
+  Tensor pos;                                         ///< [B], position of tokens[b, 0]
+  Tensor slot;                                        ///< [B]
+  int64_t rows() const { return tokens.numel(); }     ///< M
+  int64_t seq_len() const { return tokens.size(1); }  ///< S
 };
 
 /// The experts that each row of a step chose, of A activated ones; empty in a dense model.
@@ -60,6 +60,7 @@ namespace ops {
 /// bug reports).
 const char* path(at::Device device, at::ScalarType dtype = at::kBFloat16);
 
+/// Allocates the buffers of a model on `device` for caches of `max_seq_length` positions.
 StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device);
 
 /// The layout that the kernels of `device` read; a 1-D uint8 tensor on that device.

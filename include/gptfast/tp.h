@@ -76,10 +76,10 @@ class TensorParallel {
   TensorParallel(const TensorParallel&) = delete;
   TensorParallel& operator=(const TensorParallel&) = delete;
 
-  int rank() const;
-  int world_size() const;
+  int rank() const;              ///< this rank, 0 .. world_size() - 1
+  int world_size() const;        ///< all ranks
   int local_world_size() const;  ///< ranks on this host
-  at::Device device() const;
+  at::Device device() const;     ///< where this rank computes
 
   /// Throws the same message on every rank, naming the first fact on which one of them disagrees
   /// with rank 0 and both values.
