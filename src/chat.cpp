@@ -26,6 +26,20 @@ class TurnBuilder {
     if (id >= 0) ids_.push_back(id);
     return *this;
   }
+  /// What a ChatML conversation starts with: BOS, unless it is the first marker itself.
+  TurnBuilder& chatml_bos() {
+    const int32_t bos = tokenizer_.add_bos() ? tokenizer_.bos_id() : -1;
+    return id(bos != tokenizer_.token_id("<|im_start|>") ? bos : -1);
+  }
+  TurnBuilder& chatml_message(std::string_view role, std::string_view content) {
+    marker("<|im_start|>").text(std::string(role) + "\n" + std::string(content));
+    return marker("<|im_end|>").text("\n");
+  }
+  /// The model's own system message, for a conversation that has none.
+  TurnBuilder& chatml_default_system() {
+    const std::string_view message = tokenizer_.default_system_message();
+    return message.empty() ? *this : chatml_message("system", message);
+  }
   std::vector<int32_t> take() { return std::move(ids_); }
 
  private:
@@ -55,12 +69,9 @@ std::vector<int32_t> encode_messages(const Tokenizer& tokenizer, ChatTemplate ch
     header("assistant");
     turn.text("\n\n");
   } else {
-    const int32_t bos = tokenizer.add_bos() ? tokenizer.bos_id() : -1;
-    if (bos != tokenizer.token_id("<|im_start|>")) turn.id(bos);
-    for (const ChatMessage& message : messages) {
-      turn.marker("<|im_start|>").text(message.role + "\n" + message.content);
-      turn.marker("<|im_end|>").text("\n");
-    }
+    turn.chatml_bos();
+    if (messages.front().role != "system") turn.chatml_default_system();
+    for (const ChatMessage& message : messages) turn.chatml_message(message.role, message.content);
     turn.marker("<|im_start|>").text("assistant\n");
   }
   return turn.take();
@@ -158,14 +169,11 @@ std::vector<int32_t> encode_turn(const Tokenizer& tokenizer, ChatTemplate chat_t
       break;
     case ChatTemplate::kChatml:
       if (first) {
-        if (bos != tokenizer.token_id("<|im_start|>")) turn.id(bos);
+        turn.chatml_bos().chatml_default_system();
       } else {
         turn.marker("<|im_end|>").text("\n");
       }
-      turn.marker("<|im_start|>")
-          .text("user\n" + std::string(user))
-          .marker("<|im_end|>")
-          .text("\n");
+      turn.chatml_message("user", user);
       turn.marker("<|im_start|>").text("assistant\n");
       break;
   }

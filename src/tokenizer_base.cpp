@@ -93,6 +93,22 @@ std::string_view template_name(std::string_view jinja) {
   return "";
 }
 
+// The system message that a ChatML template spells out for conversations without one (SmolLM2,
+// Qwen2.5). A message that the template puts together from parts is none.
+std::string spelled_out_system_message(std::string_view jinja) {
+  constexpr std::string_view kOpen = "<|im_start|>system", kClose = "<|im_end|>";
+  for (size_t at = jinja.find(kOpen); at != std::string_view::npos; at = jinja.find(kOpen, at)) {
+    at += kOpen.size();
+    const size_t end = jinja.find(kClose, at);
+    if (end == std::string_view::npos) break;
+    std::string text(jinja.substr(at, end - at));
+    for (size_t n = 0; (n = text.find("\\n", n)) != std::string::npos;) text.replace(n, 2, "\n");
+    if (text.starts_with('\n') && text.find_first_of("'\"{}\\") == std::string::npos)
+      return text.substr(1);
+  }
+  return "";
+}
+
 // Spellings of eos, eot and eom in the known families; they count only where they are special
 // tokens.
 constexpr std::array<std::string_view, 6> kEndTokens = {"<|end_of_text|>", "<|eot_id|>",
@@ -221,6 +237,7 @@ void TokenizerBase::apply(const TokenizerHints& hints) {
 
   if (hints.chat_template) {
     chat_template_ = template_name(*hints.chat_template);
+    default_system_message_ = spelled_out_system_message(*hints.chat_template);
   } else {
     for (std::string_view marker : {"<|start_header_id|>", "<|im_start|>", "[INST]"}) {
       if (special_id(marker) >= 0) {

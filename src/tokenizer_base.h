@@ -40,6 +40,7 @@ class TokenizerBase : public Tokenizer {
   bool add_bos() const override { return add_bos_ && bos_id_ >= 0; }
   std::vector<int32_t> stop_ids() const override { return stop_ids_; }
   std::string_view chat_template() const override { return chat_template_; }
+  std::string_view default_system_message() const override { return default_system_message_; }
 
   /// Call once, after the vocabulary is there.
   void apply(const TokenizerHints& hints);
@@ -55,6 +56,7 @@ class TokenizerBase : public Tokenizer {
  private:
   std::vector<int32_t> stop_ids_;
   std::string chat_template_;
+  std::string default_system_message_;
 };
 
 /// Factories, one per kind. `contents` is the whole file; `file` is for messages.

@@ -3,7 +3,11 @@
 #include <sentencepiece_processor.h>
 
 #include <algorithm>
+#include <charconv>
+#include <map>
+#include <nlohmann/json.hpp>
 
+#include "json_file.h"
 #include "tokenizer_base.h"
 
 namespace gptfast {
@@ -76,6 +80,53 @@ void check_file(const fs::path& file, std::string_view contents) {
   }
 }
 
+// ---- Tokens that fine-tunes add behind the model's pieces, in Hugging Face's files beside it.
+
+using AddedTokens = std::map<int32_t, std::string>;
+
+// added_tokens.json: {"<|im_end|>": 32000}; tokenizer_config.json:
+// {"added_tokens_decoder": {"32000": {"content": "<|im_end|>"}}}.
+AddedTokens read_added_tokens(const fs::path& directory, int64_t pieces) {
+  const auto read = [&](const char* name) {
+    std::error_code error;
+    return fs::exists(directory / name, error) ? read_json_object(directory / name)
+                                               : nlohmann::json::object();
+  };
+  // Padding tokens are sometimes added without an embedding.
+  const auto config = read("config.json");
+  const auto rows = config.find("vocab_size");
+  const int64_t limit =
+      rows != config.end() && rows->is_number_integer() ? rows->get<int64_t>() : int64_t{INT32_MAX};
+  AddedTokens added;
+  const auto add = [&](const char* name, int64_t id, const std::string& text) {
+    TORCH_CHECK(id >= 0 && id < INT32_MAX && !text.empty(), (directory / name).string(),
+                ": the token '", text, "' has the id ", id, ", which makes no sense");
+    if (id >= pieces && id < limit) added[static_cast<int32_t>(id)] = text;
+  };
+  const auto check = [&](bool condition, const char* name, const std::string& key) {
+    TORCH_CHECK(condition, (directory / name).string(), ": the added token '", key,
+                "' is not described as Hugging Face does");
+  };
+  const auto added_tokens = read("added_tokens.json");
+  for (const auto& [text, id] : added_tokens.items()) {
+    check(id.is_number_integer(), "added_tokens.json", text);
+    add("added_tokens.json", id.get<int64_t>(), text);
+  }
+  const auto tokenizer_config = read("tokenizer_config.json");
+  const auto decoder = tokenizer_config.find("added_tokens_decoder");
+  if (decoder == tokenizer_config.end() || !decoder->is_object()) return added;
+  for (const auto& [key, token] : decoder->items()) {
+    int64_t id = -1;
+    const char* end = key.data() + key.size();
+    const bool number = std::from_chars(key.data(), end, id).ptr == end;
+    const bool text =
+        token.is_object() && token.contains("content") && token["content"].is_string();
+    check(number && text, "tokenizer_config.json", key);
+    add("tokenizer_config.json", id, token["content"].get<std::string>());
+  }
+  return added;
+}
+
 // ---- The tokenizer.
 
 std::string with_spaces(std::string text) {
@@ -98,6 +149,11 @@ class SentencePieceTokenizer final : public TokenizerBase {
       if (processor_.IsControl(id) || processor_.IsUnknown(id))
         specials.push_back({processor_.IdToPiece(id), id});
     }
+    added_ = read_added_tokens(file.parent_path(), processor_.GetPieceSize());
+    for (const auto& [id, text] : added_) {
+      specials.push_back({text, id});
+      added_ids_.emplace(text, id);
+    }
     specials_ = SpecialTokens(std::move(specials));
     drops_all_leading_space_ = drops_all_leading_space();
   }
@@ -117,6 +173,12 @@ class SentencePieceTokenizer final : public TokenizerBase {
   }
 
   std::string decode(const std::vector<int32_t>& ids) const override {
+    if (std::any_of(ids.begin(), ids.end(), [&](int32_t id) { return added_.contains(id); })) {
+      StreamDecoder stream(*this);
+      std::string text;
+      for (const int32_t id : ids) text += stream.push(id);
+      return text + stream.finish();
+    }
     std::string text;
     const auto status = processor_.Decode(ids, &text);
     TORCH_CHECK(status.ok(), "cannot decode: ", status.message(), " (the tokenizer has ",
@@ -125,11 +187,14 @@ class SentencePieceTokenizer final : public TokenizerBase {
   }
 
   int32_t token_id(std::string_view token) const override {
+    if (const auto added = added_ids_.find(token); added != added_ids_.end()) return added->second;
     const int id = processor_.PieceToId(token);
     return id != processor_.unk_id() || token == processor_.IdToPiece(id) ? id : -1;
   }
 
-  int64_t vocab_size() const override { return processor_.GetPieceSize(); }
+  int64_t vocab_size() const override {
+    return added_.empty() ? processor_.GetPieceSize() : added_.rbegin()->first + 1;
+  }
   std::string_view kind() const override { return "sentencepiece"; }
 
  protected:
@@ -138,6 +203,10 @@ class SentencePieceTokenizer final : public TokenizerBase {
   Piece piece(int32_t id, bool first) const override {
     TORCH_CHECK(id >= 0 && id < vocab_size(), "cannot decode: token id ", id,
                 " is not one of the tokenizer's ", vocab_size());
+    if (id >= processor_.GetPieceSize()) {
+      const auto added = added_.find(id);
+      return {.text = added != added_.end() ? added->second : ""};
+    }
     const std::string& spelling = processor_.IdToPiece(id);
     if (processor_.IsByte(id)) {  // spelled <0x0A>
       return {.text =
@@ -174,6 +243,8 @@ class SentencePieceTokenizer final : public TokenizerBase {
 
   SentencePieceProcessor processor_;
   SpecialTokens specials_;
+  AddedTokens added_;
+  StringIds added_ids_;
   bool drops_all_leading_space_ = false;
 };
 

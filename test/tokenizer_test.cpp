@@ -14,6 +14,9 @@
 #include <random>
 #include <sstream>
 
+#include "smollm2_tokenizer.h"
+#include "test_util.h"
+
 namespace gptfast {
 namespace {
 
@@ -165,41 +168,6 @@ double seconds_of(const std::function<void()>& work) {
 constexpr double kMostSeconds = 60;
 
 // ---- The files.
-
-json byte_level(bool add_prefix_space, bool use_regex) {
-  return {{"type", "ByteLevel"},
-          {"add_prefix_space", add_prefix_space},
-          {"trim_offsets", true},
-          {"use_regex", use_regex}};
-}
-
-// SmolLM2's tokenizer.json. Its ids are: 17 special tokens, bytes, then the results of the merges
-// in their order.
-json smollm2_json() {
-  json vocab = json::object();
-  json added = json::array();
-  json merges = json::array();
-  std::istringstream first(read(kGolden / "smollm2_first_tokens.txt"));
-  for (std::string token; std::getline(first, token);) {
-    const size_t id = vocab.size();
-    if (id < 17) added.push_back({{"id", id}, {"content", token}, {"special", true}});
-    vocab.emplace(token, id);
-  }
-  std::istringstream lines(read(kGolden / "smollm2_merges.txt"));
-  for (std::string merge; std::getline(lines, merge);) {
-    merges.push_back(merge);
-    merge.erase(merge.find(' '), 1);
-    vocab.emplace(merge, vocab.size());
-  }
-  const json digits = {{"type", "Digits"}, {"individual_digits", true}};
-  return {{"version", "1.0"},
-          {"added_tokens", added},
-          {"normalizer", nullptr},
-          {"pre_tokenizer",
-           {{"type", "Sequence"}, {"pretokenizers", {digits, byte_level(false, true)}}}},
-          {"decoder", byte_level(true, true)},
-          {"model", {{"type", "BPE"}, {"vocab", vocab}, {"merges", merges}}}};
-}
 
 // One of the tokenizer.json variants of small_bpe.json, with the model that they share.
 json variant_json(const json& bpe, const std::string& name) {
@@ -357,6 +325,48 @@ TEST(Rules, FilesBesideTheTokenizer) {
   EXPECT_THROW(Tokenizer::load(path), c10::Error);
   folder.write("generation_config.json", "{");
   EXPECT_THROW(Tokenizer::load(path), c10::Error);
+}
+
+// What fine-tunes do to Llama 2's tokenizer: tokens behind those of tokenizer.model.
+TEST(Rules, TokensAddedToSentencePiece) {
+  const Folder folder;
+  const fs::path path =
+      folder.write("tokenizer.model", read(kGolden / "small_sp_bpe.model"));  // 450 pieces
+  const auto plain = Tokenizer::load(path);
+  folder.write("added_tokens.json",
+               R"({"<s>": 1, "<|im_start|>": 450, "<|im_end|>": 451, "[PAD]": 453})");
+  folder.write("tokenizer_config.json",
+               R"({"added_tokens_decoder": {"1": {"content": "<s>"}, "452": {"content": "new"}}})");
+  folder.write("config.json", R"({"vocab_size": 453})");  // no embedding for [PAD]
+  const auto tokenizer = Tokenizer::load(path);
+  EXPECT_EQ(tokenizer->vocab_size(), 453);
+  EXPECT_EQ(tokenizer->token_id("<|im_start|>"), 450);
+  EXPECT_EQ(tokenizer->token_id("new"), 452);
+  EXPECT_EQ(tokenizer->token_id("[PAD]"), -1);
+  EXPECT_EQ(tokenizer->stop_ids(), (Ids{2, 451}));
+  EXPECT_EQ(tokenizer->chat_template(), "chatml");
+  const std::string text = "the <|im_start|>user";
+  EXPECT_EQ(tokenizer->encode(text), plain->encode(text));
+  Ids expected = plain->encode("the ");
+  expected.push_back(450);
+  for (const int32_t id : plain->encode("user")) expected.push_back(id);
+  EXPECT_EQ(tokenizer->encode(text, /*parse_special=*/true), expected);
+  EXPECT_EQ(tokenizer->decode({450, plain->encode("the")[0], 451}), "<|im_start|> the<|im_end|>");
+  EXPECT_EQ(tokenizer->decode(plain->encode("  the ")), "  the ");
+  expect_stream_equals_decode(*tokenizer, 1000);
+
+  for (const auto& [name, contents] : std::vector<std::pair<
+           std::string, std::string>>{{"added_tokens.json", R"({"x": "450"})"},
+                                      {"added_tokens.json", R"({"x": -5})"},
+                                      {"added_tokens.json", R"({"x": 18446744073709551615})"},
+                                      {"tokenizer_config.json",
+                                       R"({"added_tokens_decoder": {"450": {"text": "x"}}})"},
+                                      {"tokenizer_config.json",
+                                       R"({"added_tokens_decoder": {"one": {"content": "x"}}})"}}) {
+    folder.write(name, contents);
+    EXPECT_NE(error_of([&] { Tokenizer::load(path); }).find(name), std::string::npos) << contents;
+    folder.write(name, "{}");
+  }
 }
 
 TEST(Rules, SpecialTokensInAPromptAreTextUnlessAsked) {

@@ -20,7 +20,8 @@ ChatTemplate chat_template_from_string(std::string_view name, const Tokenizer& t
 /// Tokens that put `user` before the model and let it answer. The first turn starts with BOS where
 /// the tokenizer wants one; a later turn first closes the answer before it, whose last token was
 /// sampled but never fed. Markers are inserted by id and `user` is always text: nothing typed can
-/// pose as a marker. Throws naming a marker that the tokenizer lacks.
+/// pose as a marker. ChatML: the first turn carries the model's own system message
+/// (Tokenizer::default_system_message). Throws naming a marker that the tokenizer lacks.
 std::vector<int32_t> encode_turn(const Tokenizer& tokenizer, ChatTemplate chat_template,
                                  std::string_view user, bool first);
 
@@ -31,7 +32,8 @@ struct ChatMessage {
 };
 
 /// Tokens of a whole conversation, ending where the model is to answer. Users and the assistant
-/// take turns, a user first and last. Content is always text. Templates without a place for a
+/// take turns, a user first and last. Content is always text. Without a system message ChatML takes
+/// the model's own (Tokenizer::default_system_message). Templates without a place for a
 /// system message put it in front of the first user's text. Throws saying what is wrong with the
 /// messages, and for kNone.
 std::vector<int32_t> encode_chat(const Tokenizer& tokenizer, ChatTemplate chat_template,

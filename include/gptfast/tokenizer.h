@@ -54,6 +54,9 @@ class Tokenizer {
   /// The chat template named in the files beside the tokenizer or implied by its special tokens
   /// ("llama2", "llama3", "mistral", "chatml"), or "" when unknown.
   virtual std::string_view chat_template() const = 0;
+  /// The system message that the chat template in the files beside the tokenizer writes where a
+  /// conversation has none, or "". Known for ChatML only.
+  virtual std::string_view default_system_message() const { return {}; }
 
  protected:
   friend class StreamDecoder;
@@ -75,6 +78,7 @@ class Tokenizer {
 /// outputs equals decode() of all ids byte for byte.
 class StreamDecoder {
  public:
+  /// `tokenizer` must outlive the decoder.
   explicit StreamDecoder(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
   /// The text that is complete after `id`; often empty in the middle of a character. Throws as
   /// decode() does.
