@@ -14,6 +14,8 @@
 namespace gptfast::app {
 namespace {
 
+constexpr const char* kStartAgain = "Start again for a new conversation.\n";
+
 volatile sig_atomic_t interrupted = 0;  // a signal handler can reach nothing else
 
 void on_interrupt(int) {
@@ -73,6 +75,10 @@ std::optional<std::string> next_line(TensorParallel* tp, bool terminal) {
   return std::string(shared.begin() + 1, shared.end());
 }
 
+bool is_blank(const std::string& line) {
+  return line.find_first_not_of(" \t\r") == std::string::npos;
+}
+
 /// Ctrl-C may reach the ranks at different tokens: rank 0 decides.
 bool is_interrupted(TensorParallel* tp) {
   return tp == nullptr ? interrupted != 0 : tp->broadcast({interrupted}) != std::vector<int32_t>{0};
@@ -84,22 +90,27 @@ void chat_loop(Transformer& model, const Tokenizer& tokenizer, ChatTemplate chat
                GenerateOptions options) {
   const InterruptGuard guard;
   const bool terminal = isatty(STDIN_FILENO) != 0;
+  if (terminal) std::cout << "Type a message. Ctrl-C stops an answer, Ctrl-D leaves.\n";
   model->setup_caches(/*max_batch_size=*/1, model->config.block_size);
   int64_t used = 0;            // positions of the cache that hold the conversation
   std::vector<int32_t> unfed;  // the last token of an answer that no stop token closed: sampled,
                                // shown, not yet in the cache
   while (const auto line = next_line(model->tp(), terminal)) {
-    if (line->empty()) continue;
+    if (is_blank(*line)) continue;
     std::vector<int32_t> turn = unfed;
     const std::vector<int32_t> encoded =
         encode_turn(tokenizer, chat_template, *line, /*first=*/used == 0);
     turn.insert(turn.end(), encoded.begin(), encoded.end());
-    const int64_t room = model->config.block_size - used - static_cast<int64_t>(turn.size());
-    if (room < 1) {
-      std::cerr << "The context of " << model->config.block_size << " tokens is full (" << used
-                << " used, " << turn.size()
-                << " more needed). Start again for a new conversation.\n";
-      return;
+    const int64_t context = model->config.block_size;
+    const auto left = static_cast<size_t>(context - used);
+    if (turn.size() >= left) {
+      const auto shortest = encode_turn(tokenizer, chat_template, "", /*first=*/used == 0);
+      const bool full = unfed.size() + shortest.size() >= left;
+      std::cerr << "The message needs " << turn.size() << " tokens and one for the answer, but "
+                << left << " of the context of " << context << " are left. "
+                << (full ? kStartAgain : "Make it shorter.\n");
+      if (full) return;
+      continue;
     }
     StreamDecoder decoder(tokenizer);
     options.start_pos = used;
@@ -117,10 +128,11 @@ void chat_loop(Transformer& model, const Tokenizer& tokenizer, ChatTemplate chat
     used += static_cast<int64_t>(turn.size() + answer.size()) - 1;
     const auto& stop = options.stop_tokens;
     const bool closed = std::find(stop.begin(), stop.end(), answer.back()) != stop.end();
+    if (terminal && !closed && result.rows[0].finish_reason == FinishReason::kLength)
+      std::cout << "(" << options.max_new_tokens << " tokens; --max_new_tokens allows more)\n";
     unfed = closed ? std::vector<int32_t>{} : std::vector<int32_t>{answer.back()};
     if (result.rows[0].finish_reason == FinishReason::kContext) {
-      std::cerr << "The context of " << model->config.block_size
-                << " tokens is full. Start again for a new conversation.\n";
+      std::cerr << "The context of " << context << " tokens is full. " << kStartAgain;
       return;
     }
   }

@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "gptfast/chat.h"
+#include "gptfast/generate.h"
 #include "run_program.h"
 #include "test_util.h"
 
@@ -109,29 +111,97 @@ TEST(GenerateProgram, WritesLogitsForPython) {
   EXPECT_LT(relative_difference(out.at("logits").narrow(0, 0, 24), g.at("prefill_logits")), 1e-5);
 }
 
+/// How often each named range occurs in a Chrome trace.
+std::map<std::string, int> ranges_of(const std::string& file) {
+  std::map<std::string, int> ranges;
+  const json trace = json::parse(std::ifstream(file));
+  for (const json& event : trace.at("traceEvents")) ++ranges[event.value("name", "")];
+  return ranges;
+}
+
 TEST(GenerateProgram, ProfilesTheLastSample) {
   const TempDir dir;
   const std::string name = (dir / "trace").string();
-  EXPECT_EQ(run_program(
-                kRun +
-                "--prompt_ids 1,2,3 --num_samples 1 --max_new_tokens 4 2>/dev/null --profile " +
-                name)
-                .status,
-            0);
-  std::ifstream file(name + ".json");
-  std::map<std::string, int> ranges;
-  const json trace = json::parse(file);
-  for (const json& event : trace.at("traceEvents")) ++ranges[event.value("name", "")];
+  const std::string run =
+      kRun + "--prompt_ids 1,2,3 --num_samples 2 --max_new_tokens 4 --profile " + name;
+  const ProgramResult alone = run_program(run + " 2>&1 >/dev/null");
+  EXPECT_EQ(alone.status, 0);
+  EXPECT_EQ(alone.out, "") << "nothing about drivers";
+  const auto ranges = ranges_of(name + ".json");
   for (const char* op : {"rms_qkv_rope_append", "attention_decode", "o_proj_residual",
                          "rms_gate_up_silu", "down_proj_residual"}) {
-    EXPECT_EQ(ranges[std::string("gptfast::") + op], 4 * 3) << "four steps of three layers";
+    EXPECT_EQ(ranges.at(std::string("gptfast::") + op), 4 * 3) << "four steps of three layers";
   }
-  EXPECT_EQ(ranges["gptfast::rms_lm_head"], 4);
+  EXPECT_EQ(ranges.at("gptfast::rms_lm_head"), 4);
+  EXPECT_EQ(run_program(run + " --tensor_parallel 2 2>&1 >/dev/null").status, 0);
+  for (const char* rank : {"_rank_0.json", "_rank_1.json"})
+    EXPECT_EQ(ranges_of(name + rank).at("gptfast::attention_decode"), 4 * 3) << rank;
   const ProgramResult failed =
       run_program(kRun + "--prompt_ids 1,2 --num_samples 1 --profile /nowhere/trace 2>&1");
   EXPECT_EQ(failed.status, 1);
   EXPECT_NE(failed.out.find("cannot write the trace '/nowhere/trace.json'"), std::string::npos)
       << failed.out;
+}
+
+/// A chat over a pipe: a model with a tokenizer and a context of `context` tokens beside it.
+ProgramResult chat(const TempDir& dir, int64_t context, const std::string& lines) {
+  std::filesystem::copy(kModel, dir / "model.pth", std::filesystem::copy_options::skip_existing);
+  std::filesystem::copy(golden("tokenizers/small_sp_bpe.model"), dir / "tokenizer.model",
+                        std::filesystem::copy_options::skip_existing);
+  json added;  // the model has 512 rows, the tokenizer 450 pieces
+  for (int id = 450; id < 512; ++id) added["<" + std::to_string(id) + ">"] = id;
+  std::ofstream(dir / "added_tokens.json") << added;
+  json config = json::parse(std::ifstream(golden("tiny-gqa/config.json")));
+  config["block_size"] = context;
+  std::ofstream(dir / "config.json") << config;
+  std::ofstream(dir / "lines") << lines;
+  return run_program(
+      "generate --interactive --precision float32 --temperature 0 --num_threads 1 "
+      "--max_new_tokens 12 --chat_template mistral --checkpoint_path " +
+      (dir / "model.pth").string() + " <" + (dir / "lines").string() + " 2>" +
+      (dir / "err").string());
+}
+
+// What the program says equals the whole conversation, each time computed anew.
+TEST(GenerateProgram, ChatsOverAPipe) {
+  const TempDir dir;
+  const ProgramResult result = chat(dir, 2048, "Hello \u00e9!\n\n   \nAnd then?\r\nAgain");
+  EXPECT_EQ(result.status, 0);
+  const auto tokenizer = Tokenizer::load(dir / "tokenizer.model");
+  Transformer model = tiny_model("tiny-gqa");
+  GenerateOptions options;
+  options.max_new_tokens = 12;
+  options.sampling.temperature = 0;
+  options.stop_tokens = tokenizer->stop_ids();
+  std::vector<int32_t> ids;
+  std::string expected;
+  for (const char* message : {"Hello \u00e9!", "And then?", "Again"}) {
+    const auto turn =
+        encode_turn(*tokenizer, ChatTemplate::kMistral, message, /*first=*/ids.empty());
+    ids.insert(ids.end(), turn.begin(), turn.end());
+    const auto answer = generate(model, ids, options).rows[0].tokens;
+    ASSERT_EQ(answer.size(), 12U);
+    ids.insert(ids.end(), answer.begin(), answer.end());
+    expected += tokenizer->decode(answer) + "\n";
+  }
+  EXPECT_EQ(result.out, expected);
+}
+
+TEST(GenerateProgram, AChatEndsWithItsContext) {
+  const TempDir dir;
+  const auto err = [&] {
+    std::stringstream text;
+    text << std::ifstream(dir / "err").rdbuf();
+    return text.str();
+  };
+  const std::string lengthy(200, 'x');
+  ProgramResult result = chat(dir, 48, lengthy + "\nhi\nhi\nhi\nhi\nhi\n");
+  EXPECT_EQ(result.status, 0);
+  EXPECT_NE(err().find("of the context of 48 are left. Make it shorter."), std::string::npos)
+      << err();
+  EXPECT_NE(err().find("Start again for a new conversation."), std::string::npos) << err();
+  const auto answers = std::count(result.out.begin(), result.out.end(), '\n');
+  EXPECT_TRUE(answers >= 1 && answers < 5) << result.out;
 }
 
 TEST(GenerateProgram, PrintsTheOriginalsFigures) {
@@ -189,6 +259,7 @@ TEST(GenerateProgram, OneLineForEveryMistake) {
                            "--num_samples",       "stray"}) {
     expect_failure(run + kModel + " " + flag, 2, "generate: ");
   }
+  expect_failure(run + kModel + " --interactive --max_new_tokens 0", 2, "--max_new_tokens");
   expect_failure(run + kModel + ids + "--prompt x", 2, "one of --prompt");
   expect_failure(run + kModel + ids + "--batch_size 2 --draft lookup", 2, "--batch_size 1");
 }
