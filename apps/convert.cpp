@@ -2,8 +2,6 @@
 // (scripts/convert_hf_checkpoint.py).
 #include "gptfast/convert.h"
 
-#include <malloc.h>
-
 #include <filesystem>
 #include <iostream>
 
@@ -64,10 +62,6 @@ int convert_main(int argc, const char* const* argv) {
   const fs::path input = line.get_text(line.given("INPUT") ? "INPUT" : "checkpoint_dir");
   const fs::path output =
       line.given("output") ? fs::path(line.get_text("output")) : default_output(input);
-  // Freed tensors go back to the system at once. By itself glibc raises this limit to 32 MiB as it
-  // goes and keeps what lies below, which adds up to the whole model.
-  constexpr int kReturnedFrom = 1 << 20;
-  mallopt(M_MMAP_THRESHOLD, kReturnedFrom);
   Progress progress("converting", Progress::Unit::kBytes, line.get_flag("quiet"));
   ConvertOptions options;
   options.config = line.get_text("config");

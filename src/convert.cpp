@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
+#include <malloc.h>
 
 #include <cstring>
 #include <memory>
@@ -21,13 +22,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// One dtype for the whole model: that of its matrices. Norms that are kept in float32 beside them
-// follow.
+// One dtype for the whole model: that of its matrices. Norms and routers that are kept in float32
+// beside them follow.
 at::ScalarType common_dtype(const std::string& file, const std::vector<SourceTensor>& tensors) {
   const SourceTensor* first = nullptr;
   for (const auto& tensor : tensors) {
     if (tensor.quantized) return at::kBFloat16;
-    if (tensor.shape.size() < 2) continue;
+    if (tensor.shape.size() < 2 || tensor.name.ends_with("gate.weight")) continue;
     if (first == nullptr) first = &tensor;
     TORCH_CHECK(tensor.dtype == first->dtype, file, ": has mixed dtypes: ", first->name, " is ",
                 dtype_name(first->dtype), ", ", tensor.name, " is ", dtype_name(tensor.dtype),
@@ -101,8 +102,11 @@ void write_model(const Import& import, const fs::path& output, const ConvertOpti
       packed = true;
     } else {
       if (tensor.read_int4) notes.push_back(unpacked_rows_note(tensor.name, tensor.shape[0]));
-      writer.add(tensor.name, tensor.read(dtype));
+      const Tensor values = tensor.read(dtype);
+      writer.add(tensor.name, values);
+      release_pages(values);
     }
+    malloc_trim(/*pad=*/0);  // else glibc keeps most of what it gave out, up to the whole model
     done += static_cast<int64_t>(tensor.bytes);
     if (options.progress) options.progress(done, total);
   }

@@ -53,8 +53,6 @@ void refuse_variants(const GgufFile& gguf, const ModelArgs& args) {
   const auto refuse = [&](bool unsupported, const std::string& what) {
     TORCH_CHECK(!unsupported, gguf.name(), ": ", what, ", which is not supported");
   };
-  refuse(gguf.integer_or("llama.expert_count", 0) > 0,
-         "is a mixture of experts (llama.expert_count)");
   const auto scaling = gguf.text_or("llama.rope.scaling.type", "none");
   refuse(scaling != "none",
          "has the RoPE scaling '" + std::string(scaling) + "' (llama.rope.scaling.type)");
@@ -94,6 +92,8 @@ ModelArgs gguf_config(const GgufFile& gguf, const std::vector<SourceTensor>& ten
   args.rope_base = gguf.number_or("llama.rope.freq_base", 10000);
   args.sliding_window = gguf.integer_or("llama.attention.sliding_window", 0);
   args.tie_word_embeddings = find("output.weight") == nullptr;
+  args.num_experts = gguf.integer_or("llama.expert_count", 0);
+  args.num_activated_experts = gguf.integer_or("llama.expert_used_count", 0);
   try {
     args.finalize();
   } catch (const c10::Error& error) {

@@ -170,18 +170,49 @@ std::vector<SideFile> bpe_files(const GgufFile& gguf) {
   return files;
 }
 
+// Exports spell the spaces of added tokens plainly; a SentencePiece model never sees one.
+std::string with_space_symbols(std::string_view token) {
+  std::string text;
+  for (const char c : token) text += c == ' ' ? std::string("\u2581") : std::string(1, c);
+  return text;
+}
+
+/// What exporters make of the types of a SentencePiece model's tokens, undone.
+void set_sentencepiece_types(const GgufFile& gguf, Vocabulary& vocabulary) {
+  // Exports of recent years call the unknown token a control token and name it apart.
+  if (std::count(vocabulary.types.begin(), vocabulary.types.end(),
+                 static_cast<int64_t>(PieceType::kUnknown)) == 0) {
+    const auto id = static_cast<size_t>(
+        std::max<int64_t>(special_id(gguf, "unknown_token_id", vocabulary.tokens.size()), 0));
+    if (id < vocabulary.types.size() && vocabulary.is(id, PieceType::kControl))
+      vocabulary.types[id] = static_cast<int64_t>(PieceType::kUnknown);
+  }
+  // Older ones call every added token user-defined, which is found in any text; but nothing that is
+  // typed may pose as a marker of a chat.
+  for (size_t id = 0; id < vocabulary.tokens.size(); ++id) {
+    const std::string_view token = vocabulary.tokens[id];
+    if (vocabulary.is(id, PieceType::kUserDefined) && token.starts_with("<|") &&
+        token.ends_with("|>"))
+      vocabulary.types[id] = static_cast<int64_t>(PieceType::kControl);
+  }
+}
+
 std::vector<SideFile> sentencepiece_files(const GgufFile& gguf) {
-  const Vocabulary vocabulary = read_vocabulary(gguf, /*add_bos=*/true);
+  Vocabulary vocabulary = read_vocabulary(gguf, /*add_bos=*/true);
   const auto& scores = gguf.numbers("tokenizer.ggml.scores");
   TORCH_CHECK(scores.size() == vocabulary.tokens.size(), gguf.name(), ": has ",
               vocabulary.tokens.size(), " tokens, but ", scores.size(), " scores");
+  set_sentencepiece_types(gguf, vocabulary);
+  std::vector<std::string> texts;
+  texts.reserve(vocabulary.tokens.size());  // pieces point into it
   std::vector<Piece> pieces;
   int64_t unknown = 0;
   for (size_t id = 0; id < vocabulary.tokens.size(); ++id) {
     TORCH_CHECK(!vocabulary.tokens[id].empty(), gguf.name(), ": token ", id,
                 " is empty, which a SentencePiece model cannot hold: bring the model's own "
                 "tokenizer.model");
-    pieces.push_back({.text = vocabulary.tokens[id],
+    texts.push_back(with_space_symbols(vocabulary.tokens[id]));
+    pieces.push_back({.text = texts.back(),
                       .score = static_cast<float>(scores[id]),
                       .type = static_cast<PieceType>(vocabulary.types[id])});
     unknown += vocabulary.is(id, PieceType::kUnknown) ? 1 : 0;

@@ -151,7 +151,43 @@ std::optional<int64_t> split_dim(const SourceTensor& part, int64_t parts, int64_
   return 0;
 }
 
-std::vector<SourceTensor> merge_parts(std::vector<std::vector<SourceTensor>> files, int64_t dim) {
+/// A tensor that several parts hold alike; reading it checks that they do.
+SourceTensor one_of_copies(std::vector<SourceTensor> copies) {
+  SourceTensor result = copies.front();
+  for (size_t i = 1; i < copies.size(); ++i) result.bytes += copies[i].bytes;
+  result.read = [copies = std::move(copies)](at::ScalarType dtype) {
+    const Tensor first = copies.front().read(dtype);
+    for (const auto& copy : copies) {
+      TORCH_CHECK(at::equal(first, copy.read(dtype)), "tensor ", copy.name,
+                  ": parts that should repeat the same key/value heads differ; is n_kv_heads of "
+                  "params.json right?");
+    }
+    return first;
+  };
+  return result;
+}
+
+// With more parts than key/value heads, neighbouring parts repeat a head (Llama 3.1 405B, MP16).
+std::vector<SourceTensor> drop_repeated_heads(std::vector<SourceTensor> parts,
+                                              const ModelArgs& config) {
+  const SourceTensor& first = parts.front();
+  const auto count = static_cast<int64_t>(parts.size());
+  const int64_t rows = config.n_local_heads * config.head_dim;
+  const bool keys_or_values =
+      first.name.ends_with("attention.wk.weight") || first.name.ends_with("attention.wv.weight");
+  if (!keys_or_values || first.shape.size() != 2 || first.shape[0] * count <= rows ||
+      first.shape[0] * count % rows != 0)
+    return parts;
+  const int64_t copies = first.shape[0] * count / rows;
+  if (count % copies != 0) return parts;
+  std::vector<SourceTensor> heads;
+  for (auto part = parts.begin(); part != parts.end(); part += copies)
+    heads.push_back(one_of_copies({part, part + copies}));
+  return heads;
+}
+
+std::vector<SourceTensor> merge_parts(std::vector<std::vector<SourceTensor>> files,
+                                      const ModelArgs& config) {
   std::vector<std::string> order;
   std::map<std::string, std::vector<SourceTensor>> parts;
   for (auto& file : files) {
@@ -164,13 +200,13 @@ std::vector<SourceTensor> merge_parts(std::vector<std::vector<SourceTensor>> fil
   for (const auto& name : order) {
     auto& group = parts[name];
     const auto count = static_cast<int64_t>(group.size());
-    const auto along = split_dim(group.front(), count, dim);
+    const auto along = split_dim(group.front(), count, config.dim);
     if (count == 1 || !along) {
       merged.push_back(std::move(group.front()));
     } else {
       TORCH_CHECK(group.size() == files.size(), "tensor ", name, " is in ", count, " of ",
                   files.size(), " parts");
-      merged.push_back(concatenate(name, std::move(group), *along));
+      merged.push_back(concatenate(name, drop_repeated_heads(std::move(group), config), *along));
     }
   }
   return merged;
@@ -187,7 +223,7 @@ Import import_meta_directory(const fs::path& directory, const std::vector<fs::pa
     append(parts.back(), load_tensors(file));
   }
   try {
-    adopt(merge_parts(std::move(parts), import.weights.config.dim), import.weights);
+    adopt(merge_parts(std::move(parts), import.weights.config), import.weights);
   } catch (const c10::Error& error) {
     TORCH_CHECK(false, directory.string(), ": ", error.what_without_backtrace());
   }
@@ -322,8 +358,8 @@ void carry_tokenizer(Import& import) {
     check_tokenizer(tokenizer, import);
     import.files.push_back({tokenizer.filename().string(), read_small_file(tokenizer, kMaxFile)});
   }
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
-                           "chat_template.jinja"}) {
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "added_tokens.json",
+                           "generation_config.json", "chat_template.jinja"}) {
     if (fs::exists(import.folder / name) && !carried(name))
       import.files.push_back({name, read_small_file(import.folder / name, kMaxFile)});
   }

@@ -44,17 +44,22 @@ constexpr std::array<NamePair, 16> kMetaLayer = {
      {"block_sparse_moe.w2", "block_sparse_moe.w2"},
      {"block_sparse_moe.w3", "block_sparse_moe.w3"}}};
 
-constexpr std::array<NamePair, 11> kGgufLayer = {{{"attn_q.weight", "attention.wq.weight"},
-                                                  {"attn_k.weight", "attention.wk.weight"},
-                                                  {"attn_v.weight", "attention.wv.weight"},
-                                                  {"attn_output.weight", "attention.wo.weight"},
-                                                  {"ffn_gate.weight", "feed_forward.w1.weight"},
-                                                  {"ffn_up.weight", "feed_forward.w3.weight"},
-                                                  {"ffn_down.weight", "feed_forward.w2.weight"},
-                                                  {"attn_norm.weight", "attention_norm.weight"},
-                                                  {"ffn_norm.weight", "ffn_norm.weight"},
-                                                  {"attn_rot_embd", ""},
-                                                  {"attn_rot_embd.weight", ""}}};
+constexpr std::array<NamePair, 15> kGgufLayer = {
+    {{"attn_q.weight", "attention.wq.weight"},
+     {"attn_k.weight", "attention.wk.weight"},
+     {"attn_v.weight", "attention.wv.weight"},
+     {"attn_output.weight", "attention.wo.weight"},
+     {"ffn_gate.weight", "feed_forward.w1.weight"},
+     {"ffn_up.weight", "feed_forward.w3.weight"},
+     {"ffn_down.weight", "feed_forward.w2.weight"},
+     {"ffn_gate_inp.weight", "block_sparse_moe.gate.weight"},
+     {"ffn_gate_exps.weight", "block_sparse_moe.cond_ffn.w1"},
+     {"ffn_down_exps.weight", "block_sparse_moe.cond_ffn.w2"},
+     {"ffn_up_exps.weight", "block_sparse_moe.cond_ffn.w3"},
+     {"attn_norm.weight", "attention_norm.weight"},
+     {"ffn_norm.weight", "ffn_norm.weight"},
+     {"attn_rot_embd", ""},
+     {"attn_rot_embd.weight", ""}}};
 
 std::optional<std::string> lookup(const auto& table, std::string_view name) {
   for (const auto& [from, to] : table) {

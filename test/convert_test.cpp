@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sentencepiece_processor.h>
 #include <sys/wait.h>
 
 #include <filesystem>
@@ -73,7 +74,7 @@ struct TinyGguf {
   GgufBuilder file;
   std::map<std::string, Tensor> values;
 
-  explicit TinyGguf(uint32_t type, bool with_head = true) {
+  explicit TinyGguf(uint32_t type, bool with_head = true, int64_t vocabulary = 300) {
     at::manual_seed(type);
     file.string("general.architecture", "llama");
     file.integer("llama.block_count", 2);
@@ -84,7 +85,7 @@ struct TinyGguf {
     file.integer("llama.attention.head_count_kv", 2);
     file.number("llama.attention.layer_norm_rms_epsilon", 1e-5F);
     file.number("llama.rope.freq_base", 50000);
-    add("token_embd.weight", {300, kDim}, type);
+    add("token_embd.weight", {vocabulary, kDim}, type);
     for (const std::string layer : {"blk.0.", "blk.1."}) {
       add(layer + "attn_norm.weight", {kDim}, Type::kF32);
       add(layer + "attn_q.weight", {kDim, kDim}, type);
@@ -97,7 +98,7 @@ struct TinyGguf {
       add(layer + "ffn_down.weight", {kDim, kHidden}, type);
     }
     add("output_norm.weight", {kDim}, Type::kF32);
-    if (with_head) add("output.weight", {300, kDim}, type);
+    if (with_head) add("output.weight", {vocabulary, kDim}, type);
   }
 
   void add(const std::string& name, const std::vector<int64_t>& shape, uint32_t type) {
@@ -230,50 +231,92 @@ TEST_F(GgufTest, BpeTokenizer) {
   EXPECT_EQ(tokenizer->chat_template(), "chatml");
 }
 
-// Pieces of a small SentencePiece vocabulary with byte fallback.
-void add_sentencepiece_tokenizer(GgufBuilder& file) {
-  std::vector<std::string> tokens = {"<unk>", "<s>", "</s>"};
-  std::vector<int32_t> types = {2, 3, 3};
-  std::vector<float> scores = {0, 0, 0};
-  for (int byte = 0; byte < 256; ++byte) {
-    char text[8];
-    std::snprintf(text, sizeof text, "<0x%02X>", byte);
-    tokens.emplace_back(text);
-    types.push_back(6);
-    scores.push_back(0);
+// The vocabulary of a SentencePiece model as llama.cpp's convert_hf_to_gguf.py writes it: with
+// `recent`, tokens that tokenizer_config.json lists are control tokens, the unknown one too; behind
+// the model's pieces come two added tokens and unused ones.
+void add_vocabulary_of(GgufBuilder& file, const fs::path& model, bool recent) {
+  sentencepiece::SentencePieceProcessor sp;
+  ASSERT_TRUE(sp.Load(model.string()).ok());
+  std::vector<std::string> tokens;
+  std::vector<int32_t> types;
+  std::vector<float> scores;
+  const auto add = [&](const std::string& token, int32_t type, float score) {
+    tokens.push_back(token);
+    types.push_back(type);
+    scores.push_back(score);
+  };
+  for (int id = 0; id < sp.GetPieceSize(); ++id) {
+    const bool listed = sp.IsControl(id) || sp.IsUnknown(id);
+    const int32_t type = listed                         ? (recent || sp.IsControl(id) ? 3 : 2)
+                         : sp.IsByte(id)                ? 6
+                         : sp.IdToPiece(id) == "<tool>" ? 4
+                                                        : 1;
+    add(sp.IdToPiece(id), type, listed && recent ? -1000.0F : sp.GetScore(id));
   }
-  for (const char* piece :
-       {"he", "ll", "hell", "hello", "\xE2\x96\x81hello", "\xE2\x96\x81", "h", "e", "l", "o"}) {
-    tokens.emplace_back(piece);
-    types.push_back(1);
-    scores.push_back(-static_cast<float>(scores.size() - 258));
-  }
-  while (tokens.size() < 300) {
-    tokens.push_back("filler" + std::to_string(tokens.size()));
-    types.push_back(5);
-    scores.push_back(-1000);
-  }
+  add("<|im_end|>", recent ? 3 : 4, -1000);
+  add("  two spaces", 4, -1000);
+  while (tokens.size() < 480) add("[PAD" + std::to_string(tokens.size()) + "]", 5, -10000);
   file.string("tokenizer.ggml.model", "llama");
+  file.string("tokenizer.ggml.pre", "default");
   file.strings("tokenizer.ggml.tokens", tokens);
   file.list("tokenizer.ggml.token_type", 5, types);
   file.list("tokenizer.ggml.scores", 6, scores);
   file.integer("tokenizer.ggml.bos_token_id", 1);
   file.integer("tokenizer.ggml.eos_token_id", 2);
+  if (recent) file.integer("tokenizer.ggml.unknown_token_id", 0);
 }
 
-TEST_F(GgufTest, SentencePieceTokenizer) {
-  TinyGguf tiny(Type::kF32);
-  add_sentencepiece_tokenizer(tiny.file);
+TEST_F(GgufTest, ASentencePieceModelKeepsItsIds) {
+  const fs::path model = fs::path(GPTFAST_GOLDEN) / "tokenizers/small_sp_bpe.model";
+  const auto golden =
+      nlohmann::json::parse(read(fs::path(GPTFAST_GOLDEN) / "tokenizers/small_sp_bpe.json"));
+  for (const bool recent : {false, true}) {
+    TinyGguf tiny(Type::kF32, /*with_head=*/true, /*vocabulary=*/480);
+    add_vocabulary_of(tiny.file, model, recent);
+    convert(write("in.gguf", tiny.file.build()), directory_ / "out/model.pth", {});
+    const auto tokenizer = Tokenizer::load(Tokenizer::find(directory_ / "out"));
+    EXPECT_EQ(tokenizer->vocab_size(), 480);
+    for (const auto& row : golden["strings"]) {
+      const auto text = row["text"].get<std::string>();
+      EXPECT_EQ(tokenizer->encode(text), row["ids"].get<std::vector<int32_t>>()) << text;
+      EXPECT_EQ(tokenizer->decode(tokenizer->encode(text)), row["decoded"]) << text;
+    }
+    EXPECT_EQ(tokenizer->encode("<|im_end|>", /*parse_special=*/true), std::vector<int32_t>{450});
+    EXPECT_EQ(tokenizer->decode(tokenizer->encode("x  two spaces")), "x  two spaces");
+    EXPECT_NE(tokenizer->token_id("\u2581\u2581two\u2581spaces"), -1);
+  }
+}
+
+TEST_F(GgufTest, MixtureOfExperts) {
+  TinyGguf tiny(Type::kF16);
+  add_bpe_tokenizer(tiny.file);
+  tiny.file.integer("llama.expert_count", 3);
+  tiny.file.integer("llama.expert_used_count", 2);
+  auto& tensors = tiny.file.tensors;
+  std::erase_if(tensors, [](const auto& t) {
+    return contains(t.name, ".ffn_") && !contains(t.name, "norm");
+  });
+  for (const std::string layer : {"blk.0.", "blk.1."}) {
+    tiny.add(layer + "ffn_gate_inp.weight", {3, kDim}, Type::kF32);
+    tiny.add(layer + "ffn_gate_exps.weight", {3, kHidden, kDim}, Type::kF16);
+    tiny.add(layer + "ffn_down_exps.weight", {3, kDim, kHidden}, Type::kF16);
+    tiny.add(layer + "ffn_up_exps.weight", {3, kHidden, kDim}, Type::kF16);
+  }
   convert(write("in.gguf", tiny.file.build()), directory_ / "out/model.pth", {});
-  const auto tokenizer = Tokenizer::load(Tokenizer::find(directory_ / "out"));
-  EXPECT_EQ(tokenizer->kind(), "sentencepiece");
-  EXPECT_EQ(tokenizer->vocab_size(), 300);
-  EXPECT_EQ(tokenizer->encode("hello"), std::vector<int32_t>{263});
-  EXPECT_EQ(tokenizer->encode("hello!"), (std::vector<int32_t>{263, 3 + '!'}));  // byte fallback
-  EXPECT_EQ(tokenizer->decode({263, 3 + '!'}), "hello!");
-  EXPECT_EQ(tokenizer->bos_id(), 1);
-  EXPECT_EQ(tokenizer->eos_id(), 2);
-  EXPECT_TRUE(tokenizer->add_bos());
+  const StateDict converted = load_checkpoint(directory_ / "out/model.pth");
+  const std::string moe = "layers.1.block_sparse_moe.";
+  for (const auto& [ours, theirs] :
+       std::map<std::string, std::string>{{"gate.weight", "ffn_gate_inp.weight"},
+                                          {"cond_ffn.w1", "ffn_gate_exps.weight"},
+                                          {"cond_ffn.w2", "ffn_down_exps.weight"},
+                                          {"cond_ffn.w3", "ffn_up_exps.weight"}}) {
+    EXPECT_TRUE(
+        at::equal(converted.at(moe + ours), tiny.values.at("blk.1." + theirs).to(at::kHalf)))
+        << ours;
+  }
+  const ModelArgs args = ModelArgs::from_json_file(directory_ / "out/config.json");
+  EXPECT_EQ(args.num_experts, 3);
+  EXPECT_EQ(args.num_activated_experts, 2);
 }
 
 TEST_F(GgufTest, LlamaRopeScaling) {
@@ -391,7 +434,7 @@ TEST_F(GgufTest, HostileHeaders) {
        "missing tensors: layers.0.attention.wq.weight"},
       {changed([](B& f) { f.tensors[3].name = "blk.0.attn_q.bias"; }), "blk.0.attn_q.bias"},
       {changed([](B& f) { f.tensors[3].name = f.tensors[2].name; }), "two tensors"},
-      {changed([](B& f) { f.integer("llama.expert_count", 8); }), "mixture of experts"},
+      {changed([](B& f) { f.integer("llama.expert_count", 8); }), "num_activated_experts"},
       {changed([](B& f) { f.string("llama.rope.scaling.type", "yarn"); }), "yarn"},
       {changed([](B& f) { f.integer("llama.rope.dimension_count", 8); }), "rotates 8"},
   };

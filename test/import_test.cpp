@@ -298,6 +298,93 @@ TEST_F(ImportTest, MetaModelParallelParts) {
   EXPECT_TRUE(contains(error(directory_ / "meta"), "--config"));
 }
 
+// With more parts than key/value heads, neighbours repeat one (Llama 3.1 405B in 16 parts).
+TEST_F(ImportTest, MetaPartsThatRepeatHeads) {
+  at::manual_seed(3);
+  const int64_t dim = 16, parts = 4;  // 4 query heads, 2 key/value heads of 4
+  const Tensor q = at::randn({16, dim}), k = at::randn({8, dim}), v = at::randn({8, dim});
+  const auto save = [&](int64_t part, const Tensor& wk) {
+    StateDict shard;
+    shard.set("tok_embeddings.weight", at::ones({5, dim}));
+    shard.set("layers.0.attention.wq.weight", q.chunk(parts)[part].contiguous());
+    shard.set("layers.0.attention.wk.weight", wk);
+    shard.set("layers.0.attention.wv.weight", v.chunk(2)[part / 2].contiguous());
+    shard.set("layers.0.attention.wo.weight", at::ones({dim, 4}));
+    shard.set("layers.0.feed_forward.w1.weight", at::ones({6, dim}));
+    shard.set("layers.0.feed_forward.w2.weight", at::ones({dim, 6}));
+    shard.set("layers.0.feed_forward.w3.weight", at::ones({6, dim}));
+    for (const char* norm :
+         {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.weight"})
+      shard.set(norm, at::ones({dim}));
+    shard.set("output.weight", at::ones({5, dim}));
+    save_checkpoint(directory_ / "meta" / ("consolidated.0" + std::to_string(part) + ".pth"),
+                    shard);
+  };
+  write("meta/params.json",
+        R"({"dim": 16, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24,
+        "norm_eps": 1e-5, "vocab_size": 20})");
+  for (int64_t part = 0; part < parts; ++part) save(part, k.chunk(2)[part / 2].contiguous());
+  EXPECT_TRUE(at::equal(converted(directory_ / "meta").at("layers.0.attention.wqkv.weight"),
+                        at::cat({q, k, v})));
+  save(1, at::ones({4, dim}));
+  EXPECT_TRUE(contains(error(directory_ / "meta"), "layers.0.attention.wk.weight: parts"));
+}
+
+/// A figure of /proc/self/status in bytes.
+int64_t process_bytes(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;) {
+    int64_t kib = 0;
+    if (word == field + ":" && status >> kib) return kib * 1024;
+  }
+  return 0;
+}
+
+// Beside the mapped shards (page cache) about one tensor is in memory.
+TEST_F(ImportTest, MemoryOfOneTensor) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "AddressSanitizer keeps freed memory";
+#endif
+  const int64_t layers = 12, dim = 512, hidden = 1024;
+  const auto bf16 = [](at::IntArrayRef shape) { return at::ones(shape, at::kBFloat16); };
+  json index = {{"weight_map", json::object()}};
+  int64_t mapped = 0;
+  for (int64_t layer = -1; layer < layers; ++layer) {
+    std::vector<std::pair<std::string, Tensor>> shard = {{"model.embed_tokens.weight",
+                                                          bf16({1000, dim})},
+                                                         {"model.norm.weight", bf16({dim})},
+                                                         {"lm_head.weight", bf16({1000, dim})}};
+    const std::string at = "model.layers." + std::to_string(layer) + ".";
+    if (layer >= 0) {
+      shard = {{at + "input_layernorm.weight", bf16({dim})},
+               {at + "post_attention_layernorm.weight", bf16({dim})},
+               {at + "mlp.gate_proj.weight", bf16({hidden, dim})},
+               {at + "mlp.up_proj.weight", bf16({hidden, dim})},
+               {at + "mlp.down_proj.weight", bf16({dim, hidden})}};
+      for (const char* name : {"q", "k", "v", "o"})
+        shard.emplace_back(at + "self_attn." + name + "_proj.weight", bf16({dim, dim}));
+    }
+    const std::string file = "shard" + std::to_string(layer + 1) + ".safetensors";
+    for (const auto& entry : shard) index["weight_map"][entry.first] = file;
+    mapped += static_cast<int64_t>(fs::file_size(write("big/" + file, safetensors(shard, "BF16"))));
+  }
+  write("big/model.safetensors.index.json", index.dump());
+  write("big/config.json",
+        R"({"architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+        "max_position_embeddings": 16, "num_attention_heads": 8, "num_hidden_layers": 12,
+        "vocab_size": 1000})");
+  const int64_t before = process_bytes("VmRSS");
+  std::ofstream("/proc/self/clear_refs") << 5;  // the peak starts here
+  ConvertOptions options;
+  options.dtype = at::kFloat;
+  convert(directory_ / "big", directory_ / "out/model.pth", options);
+  const int64_t grown = process_bytes("VmHWM") - before;
+  const int64_t largest = int64_t{3} * dim * dim * 4;  // wqkv
+  const auto written = static_cast<int64_t>(fs::file_size(directory_ / "out/model.pth"));
+  EXPECT_GT(written, 20 * largest);
+  EXPECT_LT(grown, mapped + 4 * largest) << mapped << " mapped, " << written << " written";
+}
+
 TEST_F(ImportTest, Llama2c) {
   const StateDict from_pt = converted(kGolden / "llama2c/tiny.pt");
   ModelArgs expected{.block_size = 32,
@@ -454,6 +541,34 @@ TEST_F(ImportTest, Tokenizers) {
   EXPECT_EQ(read(directory_ / "out/tokenizer.model"), "no tokenizer at all");
   EXPECT_TRUE(contains(notes_, "cannot be used")) << notes_;
   EXPECT_TRUE(fs::exists(directory_ / "out/tokenizer.json"));
+}
+
+// scripts/prepare.sh with a stand-in for the hub's client, in a tree of its own.
+TEST_F(ImportTest, PrepareScript) {
+  copy("hf-llama-safetensors");
+  const fs::path script =
+      fs::path(GPTFAST_GOLDEN).parent_path().parent_path() / "scripts/prepare.sh";
+  fs::create_directories(directory_ / "tree/scripts");
+  fs::copy(script, directory_ / "tree/scripts/prepare.sh");
+  const auto client = [&](const std::string& body) {
+    fs::permissions(write("client/hf", "#!/bin/sh\n" + body + "\n"), fs::perms::owner_all);
+  };
+  const std::string prepare =
+      R"(PATH="$PWD/client:$PATH" GPTFAST_BIN="$BIN" tree/scripts/prepare.sh )";
+  const fs::path made = directory_ / "tree/checkpoints/org/tiny";
+  client("mkdir -p \"$4\"; exit 7");  // a download that breaks off
+  EXPECT_EQ(shell(prepare + "org/tiny >out.txt 2>&1"), 7);
+  EXPECT_FALSE(fs::exists(made));
+  client("[ \"$1 $2 $3\" = 'download org/tiny --local-dir' ] && cp '" + directory_.string() +
+         "/hf-llama-safetensors/'* \"$4\"");
+  EXPECT_EQ(shell(prepare + "org/tiny >out.txt 2>&1"), 0) << read(directory_ / "out.txt");
+  expect_tensors(load_checkpoint(made / "model.pth"),
+                 read_json(kGolden / "dense.json")["safetensors"]);
+  EXPECT_EQ(load_checkpoint(made / "model_int8.pth").at("output.weight").scalar_type(), at::kChar);
+  client("exit 7");  // what is there is not downloaded again
+  EXPECT_EQ(shell(prepare + "org/tiny >out.txt 2>&1"), 0);
+  EXPECT_EQ(shell(prepare + "tiny 2>err"), 2);
+  EXPECT_TRUE(contains(read(directory_ / "err"), "usage"));
 }
 
 TEST_F(ImportTest, ForeignFiles) {

@@ -333,8 +333,7 @@ TEST(Rules, TokensAddedToSentencePiece) {
   const fs::path path =
       folder.write("tokenizer.model", read(kGolden / "small_sp_bpe.model"));  // 450 pieces
   const auto plain = Tokenizer::load(path);
-  folder.write("added_tokens.json",
-               R"({"<s>": 1, "<|im_start|>": 450, "<|im_end|>": 451, "[PAD]": 453})");
+  folder.write("added_tokens.json", R"({"<|im_start|>": 450, "<|im_end|>": 451, "[PAD]": 453})");
   folder.write("tokenizer_config.json",
                R"({"added_tokens_decoder": {"1": {"content": "<s>"}, "452": {"content": "new"}}})");
   folder.write("config.json", R"({"vocab_size": 453})");  // no embedding for [PAD]
@@ -345,24 +344,21 @@ TEST(Rules, TokensAddedToSentencePiece) {
   EXPECT_EQ(tokenizer->token_id("[PAD]"), -1);
   EXPECT_EQ(tokenizer->stop_ids(), (Ids{2, 451}));
   EXPECT_EQ(tokenizer->chat_template(), "chatml");
-  const std::string text = "the <|im_start|>user";
-  EXPECT_EQ(tokenizer->encode(text), plain->encode(text));
+  EXPECT_EQ(tokenizer->encode("the <|im_start|>user"), plain->encode("the <|im_start|>user"));
   Ids expected = plain->encode("the ");
   expected.push_back(450);
   for (const int32_t id : plain->encode("user")) expected.push_back(id);
-  EXPECT_EQ(tokenizer->encode(text, /*parse_special=*/true), expected);
+  EXPECT_EQ(tokenizer->encode("the <|im_start|>user", /*parse_special=*/true), expected);
   EXPECT_EQ(tokenizer->decode({450, plain->encode("the")[0], 451}), "<|im_start|> the<|im_end|>");
-  EXPECT_EQ(tokenizer->decode(plain->encode("  the ")), "  the ");
   expect_stream_equals_decode(*tokenizer, 1000);
 
-  for (const auto& [name, contents] : std::vector<std::pair<
-           std::string, std::string>>{{"added_tokens.json", R"({"x": "450"})"},
-                                      {"added_tokens.json", R"({"x": -5})"},
-                                      {"added_tokens.json", R"({"x": 18446744073709551615})"},
-                                      {"tokenizer_config.json",
-                                       R"({"added_tokens_decoder": {"450": {"text": "x"}}})"},
-                                      {"tokenizer_config.json",
-                                       R"({"added_tokens_decoder": {"one": {"content": "x"}}})"}}) {
+  using Case = std::pair<std::string, std::string>;
+  const std::string added = "added_tokens.json", config = "tokenizer_config.json";
+  for (const auto& [name, contents] :
+       {Case{added, R"({"x": "450"})"}, Case{added, R"({"x": -5})"},
+        Case{added, R"({"x": 18446744073709551615})"},
+        Case{config, R"({"added_tokens_decoder": {"450": {"text": "x"}}})"},
+        Case{config, R"({"added_tokens_decoder": {"one": {"content": "x"}}})"}}) {
     folder.write(name, contents);
     EXPECT_NE(error_of([&] { Tokenizer::load(path); }).find(name), std::string::npos) << contents;
     folder.write(name, "{}");
