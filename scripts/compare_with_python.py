@@ -30,20 +30,38 @@ def parse_args():
     return parser.parse_args()
 
 
-def python_config_name(model, directory_name):
-    """The row of the table that the original picks for a folder: the longest name that the folder's name contains."""
-    rows = [row for row in model.transformer_configs if row.lower() in directory_name.lower()]
-    if not rows:
-        sys.exit(f"the original has no configuration for the folder '{directory_name}'; it knows {', '.join(model.transformer_configs)}")
-    return max(rows, key=len)
+def row_from_config_json(config):
+    """A Hugging Face config.json in the words of the original's table."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    row = dict(block_size=config["max_position_embeddings"], vocab_size=config["vocab_size"], n_layer=config["num_hidden_layers"],
+               n_head=config["num_attention_heads"], dim=config["hidden_size"], intermediate_size=config["intermediate_size"],
+               n_local_heads=config.get("num_key_value_heads", -1), norm_eps=config["rms_norm_eps"],
+               rope_base=config.get("rope_theta", rope.get("rope_theta", 10000)))
+    if "low_freq_factor" in rope:
+        row["rope_scaling"] = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    return row
+
+
+def python_config_name(model, folder):
+    """The row of the table that the original picks for a folder: the longest name that the folder's name contains. A model that
+    has none gets one from its config.json; None is returned then."""
+    rows = [row for row in model.transformer_configs if row.lower() in folder.name.lower()]
+    if rows:
+        return max(rows, key=len)
+    if not (folder / "config.json").exists():
+        sys.exit(f"the original has no configuration for the folder '{folder.name}' and there is no config.json in it; "
+                 f"it knows {', '.join(model.transformer_configs)}")
+    model.transformer_configs[folder.name] = row_from_config_json(json.loads((folder / "config.json").read_text()))
+    return None
 
 
 def run_ours(args, config_name, logits_file):
     prompt = ["--prompt_ids", args.prompt_ids] if args.prompt_ids else ["--prompt", args.prompt]
-    command = [str(args.generate), "--checkpoint_path", str(args.checkpoint_path), *prompt, "--config", config_name,
+    config = ["--config", config_name] if config_name else []
+    command = [str(args.generate), "--checkpoint_path", str(args.checkpoint_path), *prompt, *config,
                "--max_new_tokens", str(args.max_new_tokens), "--num_samples", "1", "--temperature", "0", "--ignore_eos",
-               "--chat_template", "none", "--precision", args.precision,
-               "--device", args.device, "--logits_out", str(logits_file), "--json"]
+               "--chat_template", "none", "--precision", args.precision, "--device", args.device,
+               "--logits_out", str(logits_file), "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\nfailed: {done.stderr.strip()}")
@@ -71,7 +89,8 @@ def main():
     import generate as generate_module
     import model as model_module
 
-    config_name = python_config_name(model_module, args.checkpoint_path.resolve().parent.name)
+    args.checkpoint_path = args.checkpoint_path.resolve()
+    config_name = python_config_name(model_module, args.checkpoint_path.parent)
     with tempfile.TemporaryDirectory() as folder:
         logits_file = Path(folder) / "logits.pth"
         sample = run_ours(args, config_name, logits_file)
@@ -81,7 +100,7 @@ def main():
 
     difference = (logits - theirs).abs().max(dim=1).values
     scale = theirs.abs().max()
-    print(f"configuration {config_name}, {args.precision}, path {sample['path']}, {prompt_length} prompt tokens, {len(tokens)} in all")
+    print(f"configuration {config_name or 'from config.json'}, {args.precision}, path {sample['path']}, {prompt_length} prompt tokens, {len(tokens)} in all")
     print(f"largest logit {scale:.4f}; largest difference {difference.max():.3g} ({difference.max() / scale:.2e} of it), mean "
           f"{(logits - theirs).abs().mean():.3g}")
     for i in range(len(tokens)):
@@ -92,9 +111,9 @@ def main():
         return
     first = int(choices.nonzero()[0])
     for name, row in (("ours", logits[first]), ("original", theirs[first])):
-        top = row.topk(2)
-        print(f"position {first}: {name} chooses token {int(top.indices[0])}, by {float(top.values[0] - top.values[1]):.3g} "
-              f"over token {int(top.indices[1])}")
+        chosen = int(row.argmax())
+        second = int(row.index_fill(0, torch.tensor([chosen]), -torch.inf).argmax())
+        print(f"position {first}: {name} chooses token {chosen}, by {float(row[chosen] - row[second]):.3g} over token {second}")
 
 
 if __name__ == "__main__":
