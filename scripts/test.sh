@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds and runs every test.
-#   scripts/test.sh          the quick tests and the formatting
+#   scripts/test.sh          the quick tests (those of the parsers under sanitizers too) and the formatting
 #   scripts/test.sh --full   besides: clients of other projects and load against the server, every test under sanitizers,
 #                            clang-tidy over everything
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
