@@ -2,11 +2,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "eval_text.h"
 #include "gptfast/eval.h"
+#include "gptfast/tokenizer.h"
+#include "sha256.h"
+#include "smollm2_tokenizer.h"
 #include "test_util.h"
 
 namespace gptfast {
@@ -62,7 +66,19 @@ TEST(EvalText, DetokenizesWikiText) {
 
 // ---- Tasks
 
-TEST(EvalTask, FormatsEveryTaskAsTheHarness) {
+/// The tokenizer that formats.json was made with.
+const Tokenizer& smollm2() {
+  static const auto tokenizer = [] {
+    const TempDir dir;
+    std::ofstream(dir / "tokenizer.json") << smollm2_json();
+    std::ofstream(dir / "tokenizer_config.json")
+        << R"({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})";
+    return Tokenizer::load(dir / "tokenizer.json");
+  }();
+  return *tokenizer;
+}
+
+TEST(EvalTask, HasTheHarnesssStringsAndTokens) {
   const json formats = golden_json("formats.json");
   for (const std::string name :
        {"hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "lambada_openai"}) {
@@ -75,9 +91,13 @@ TEST(EvalTask, FormatsEveryTaskAsTheHarness) {
       }
       ASSERT_EQ(task.items[i].requests.size(), expected["requests"].size()) << name << " " << i;
       for (size_t choice = 0; choice < expected["requests"].size(); ++choice) {
-        EXPECT_EQ(task.items[i].requests[choice].context, expected["requests"][choice]["ctx"]);
-        EXPECT_EQ(task.items[i].requests[choice].continuation,
-                  expected["requests"][choice]["cont"]);
+        const EvalRequest& request = task.items[i].requests[choice];
+        const json& golden_request = expected["requests"][choice];
+        EXPECT_EQ(request.context, golden_request["ctx"]);
+        EXPECT_EQ(request.continuation, golden_request["cont"]);
+        const TokenRequest tokens = encode_request(smollm2(), request, BosRule::kHarness);
+        EXPECT_EQ(json(tokens.tokens), golden_request["ids"]) << request.context;
+        EXPECT_EQ(tokens.num_context, golden_request["ctx_len"]) << request.context;
       }
     }
   }
@@ -98,12 +118,41 @@ TEST(EvalTask, CleansEveryHardHellaSwagRow) {
   }
 }
 
-TEST(EvalTask, CountsWikiTextBeforeDetokenizing) {
-  const json expected = golden_json("formats.json")["wikitext"][0];
-  const EvalItem item = load_task("wikitext", golden("eval")).items.at(0);
-  EXPECT_EQ(item.requests.at(0).continuation, expected["detokenized"]);
-  EXPECT_EQ(item.words, expected["words"]);
-  EXPECT_EQ(item.bytes, expected["bytes"]);
+TEST(EvalTask, HasTheHarnesssWikiTextPages) {
+  const json formats = golden_json("formats.json")["wikitext"];
+  std::vector<EvalItem> items = load_task("wikitext", golden("eval")).items;
+  const auto more = load_task("wikitext", golden("eval") / "hard").items;
+  items.insert(items.end(), more.begin(), more.end());
+  ASSERT_EQ(items.size(), formats.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    const json& expected = formats[i];
+    const std::string& text = items[i].requests.at(0).continuation;
+    Sha256 hash;
+    hash.update({reinterpret_cast<const uint8_t*>(text.data()), text.size()});
+    EXPECT_EQ(hash.hex_digest(), expected["detok_sha256"]) << i;
+    EXPECT_EQ(items[i].words, expected["words"]);  // of the page before it is detokenized
+    EXPECT_EQ(items[i].bytes, expected["bytes"]);
+    const auto ids = smollm2().encode(text, /*parse_special=*/true);
+    const std::vector<int32_t> head = expected["ids_head"];
+    const std::vector<int32_t> tail = expected["ids_tail"];
+    ASSERT_EQ(ids.size(), expected["n_tokens"]) << i;
+    EXPECT_TRUE(std::equal(head.begin(), head.end(), ids.begin())) << i;
+    EXPECT_TRUE(std::equal(tail.rbegin(), tail.rend(), ids.rbegin())) << i;
+    for (const auto& [length, windows] : expected["windows_ctxlen_contlen"].items()) {
+      std::vector<int32_t> predicted;
+      const auto requests = rolling_windows(ids, /*prefix=*/1, std::stoll(length));
+      ASSERT_EQ(requests.size(), windows.size());
+      for (size_t w = 0; w < requests.size(); ++w) {
+        const auto& [tokens, num_context] = requests[w];
+        EXPECT_EQ(num_context, windows[w][0]);
+        EXPECT_EQ(std::ssize(tokens) - num_context, windows[w][1]);
+        predicted.insert(predicted.end(), tokens.begin() + num_context, tokens.end());
+      }
+      EXPECT_EQ(predicted, ids) << "each token is predicted once, in order";
+      EXPECT_EQ(requests[0].tokens[0], 1);
+    }
+  }
+  EXPECT_TRUE(rolling_windows({}, 1, 8).empty());
 }
 
 TEST(EvalTask, TakesTheFirstItemsUpToTheLimit) {
