@@ -283,6 +283,9 @@ std::vector<SourceTensor> unpack_quantized(std::vector<SourceTensor> tensors,
   for (const SourceTensor& tensor : tensors) {
     const auto split = split_suffix(tensor.name);
     if (!split) continue;
+    TORCH_CHECK(tensor.name.find(".experts.") == std::string::npos, "tensor ", tensor.name,
+                ": packed experts are not supported; convert the unquantized model, then quantize "
+                "it");
     PackedLayer& layer = layers[split->first];
     layer.name = split->first;
     layer.parts[split->second] = tensor;

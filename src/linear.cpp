@@ -156,8 +156,9 @@ Tensor Int4Weight::dequantize() const {
 
 void LinearImpl::prepare(at::Device device) {
   if (scheme.format == WeightFormat::kInt4) {
-    packed_ = scheme.act_order ? dequantize().to(device, at::kBFloat16).contiguous()
-                               : ops::pack_int4(int4_weight(), device);
+    packed_ = scheme.act_order && !device.is_cpu()
+                  ? dequantize().to(device, at::kBFloat16).contiguous()
+                  : ops::pack_int4(int4_weight(), device);
     release_pages(weight);  // the packed form alone is read from here on
   }
   if (scheme.format == WeightFormat::kInt8)
@@ -177,12 +178,14 @@ void LinearImpl::copy_from(const LinearImpl& other) {
 WeightView LinearImpl::view() const {
   const bool int8 = scheme.format == WeightFormat::kInt8,
              int4 = scheme.format == WeightFormat::kInt4;
-  return {.format = scheme.act_order ? WeightFormat::kBFloat16 : scheme.format,
+  const bool on_cpu = !packed_.defined() || packed_.is_cpu();
+  return {.format = scheme.act_order && !on_cpu ? WeightFormat::kBFloat16 : scheme.format,
           .n = out_features,
           .k = in_features,
           .groupsize = scheme.groupsize,
           .data = int4 ? packed_.const_data_ptr() : weight.const_data_ptr(),
-          .scales = int8 ? kernel_scales_.const_data_ptr<float>() : nullptr};
+          .scales = int8 ? kernel_scales_.const_data_ptr<float>() : nullptr,
+          .perm = scheme.act_order && on_cpu ? perm.const_data_ptr<int32_t>() : nullptr};
 }
 
 }  // namespace gptfast

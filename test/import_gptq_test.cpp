@@ -241,7 +241,16 @@ TEST(ImportGptq, ActOrder) {
   const Tensor expected = model->forward(ids.to(at::kLong), at::arange(4))[0];
   model->step(ids, at::zeros({1}, at::kInt), at::zeros({1}, at::kInt),
               make_sampling_params({}, 1, at::kCPU));
-  EXPECT_LT(relative_difference(model->step_logits().narrow(0, 0, 4), expected), 0.02);
+  EXPECT_LT(relative_difference(model->step_logits().narrow(0, 0, 4), expected), 1e-3);
+  const LinearImpl& wqkv = *model->layers[0]->attention->wqkv;
+  EXPECT_EQ(wqkv.view().format, WeightFormat::kInt4);
+  const Tensor x = at::randn({9, kDim});  // the matrix kernels, for prompts
+  EXPECT_LT(relative_difference(model->layers[0]->attention->wqkv->forward(x),
+                                at::linear(x, wqkv.dequantize())),
+            1e-5);
+  EXPECT_LT(relative_difference(model->layers[0]->attention->wqkv->forward(x.to(at::kBFloat16)),
+                                at::linear(x, wqkv.dequantize())),
+            0.02);
 }
 
 TEST(ImportGptq, OrdersOfQueryKeyAndValueMustAgree) {
@@ -295,6 +304,13 @@ TEST(ImportGptq, BadInput) {
   }
   EXPECT_NE(error(gptq_description(4, 64, true), [&](StateDict& t) { t.take(name + ".g_idx"); })
                 .find(".g_idx is missing"),
+            std::string::npos);
+  EXPECT_NE(error(gptq_description(4, 64),
+                  [&](StateDict& t) {
+                    t.set("model.layers.0.block_sparse_moe.experts.0.w1.qweight",
+                          at::zeros({8, 8}, at::kInt));
+                  })
+                .find("packed experts are not supported"),
             std::string::npos);
   EXPECT_NE(error(gptq_description(4, 64),
                   [&](StateDict& t) { t.set(name + ".g_idx", at::zeros({kDim}, at::kInt)); })

@@ -64,6 +64,7 @@ struct WeightView {
   int64_t groupsize = 0;  ///< int4 only
   const void* data = nullptr;
   const float* scales = nullptr;  ///< int8 only
+  const int32_t* perm = nullptr;  ///< int4 with act-order, on the CPU only: LinearImpl::perm
 };
 
 /// y = x W^T without bias. Parameters and buffers carry the names of the original's modules
@@ -100,7 +101,7 @@ struct LinearImpl : torch::nn::Module {
   Tensor scales;            ///< [N]; int8 only
   Tensor scales_and_zeros;  ///< [Kp/g, N, 2], Kp >= K padded; int4 only
   /// [K] int32: stored column k belongs to input perm[k]. Only where GPTQ's act-order mixed the
-  /// columns of groups; kernels then read a bfloat16 copy.
+  /// columns of groups. The CPU's kernels permute the activations; a GPU's read a bfloat16 copy.
   Tensor perm;
 
  private:

@@ -33,6 +33,7 @@ struct Weight {
   int64_t groupsize;  // int4 only
   const void* data;
   const float* scales;  // int8 only, [n]
+  const int32_t* perm;  // int4 only, [k]: column i belongs to input perm[i]; null: in order
 };
 
 /// First bytes of a packed int4 weight. Then, for each tile of 16 rows, for each group of columns:
@@ -65,7 +66,8 @@ struct PrepareArgs {
   Dtype norm_dtype;
   float eps;
   int64_t k;
-  int64_t groupsize;  // int4 only
+  int64_t groupsize;    // int4 only
+  const int32_t* perm;  // of the weight
 };
 
 /// One (row, key/value head, split) of attention: `heads` query heads against cache positions [0,

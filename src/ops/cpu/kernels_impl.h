@@ -43,13 +43,19 @@ inline void store_lanes(float* p, Float v, int64_t lanes) {
 }
 
 template <class T>
-inline void rms_norm(const float* x, const T* weight, float eps, int64_t k, float* out) {
+inline void rms_norm(const float* x, const T* weight, float eps, int64_t k, const int32_t* perm,
+                     float* out) {
   Float squares{};
   for_vectors(k, [&](int64_t i, int64_t lanes) {
     const Float v = load_lanes(x + i, lanes);
     squares = multiply_add(v, v, squares);
   });
   const float scale = 1 / __builtin_sqrtf(sum(squares) / static_cast<float>(k) + eps);
+  if (perm != nullptr) {
+    for (int64_t i = 0; i < k; ++i)
+      out[i] = x[perm[i]] * scale * load_first(weight + perm[i], 1)[0];
+    return;
+  }
   for_vectors(k, [&](int64_t i, int64_t lanes) {
     store_lanes(out + i, load_lanes(x + i, lanes) * scale * load_lanes(weight + i, lanes), lanes);
   });
@@ -58,12 +64,14 @@ inline void rms_norm(const float* x, const T* weight, float eps, int64_t k, floa
 inline void normalize(const PrepareArgs& args, float* out) {
   switch (args.norm_dtype) {
     case Dtype::kFloat32:
-      return rms_norm(args.x, static_cast<const float*>(args.norm_weight), args.eps, args.k, out);
+      return rms_norm(args.x, static_cast<const float*>(args.norm_weight), args.eps, args.k,
+                      args.perm, out);
     case Dtype::kBFloat16:
       return rms_norm(args.x, static_cast<const BFloat16*>(args.norm_weight), args.eps, args.k,
-                      out);
+                      args.perm, out);
     case Dtype::kFloat16:
-      return rms_norm(args.x, static_cast<const Float16*>(args.norm_weight), args.eps, args.k, out);
+      return rms_norm(args.x, static_cast<const Float16*>(args.norm_weight), args.eps, args.k,
+                      args.perm, out);
   }
 }
 
@@ -71,6 +79,8 @@ inline void prepare(Format format, const PrepareArgs& args, void* out) {
   auto* x = static_cast<float*>(out);
   if (args.norm_weight != nullptr) {
     normalize(args, x);
+  } else if (args.perm != nullptr) {
+    for (int64_t i = 0; i < args.k; ++i) x[i] = args.x[args.perm[i]];
   } else {
     memcpy(x, args.x, args.k * sizeof(float));
   }

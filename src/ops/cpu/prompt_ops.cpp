@@ -43,7 +43,8 @@ Weight weight_of(const LinearImpl& linear) {
           .k = view.k,
           .groupsize = view.groupsize,
           .data = view.data,
-          .scales = view.scales};
+          .scales = view.scales,
+          .perm = view.perm};
 }
 
 namespace {
@@ -90,11 +91,13 @@ Tensor linear(const Tensor& x, const LinearImpl& layer) {
   const Weight weight = weight_of(layer);
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) == weight.k, "a linear layer with ", weight.k,
               " inputs got activations of shape ", x.sizes());
+  const Tensor ordered = weight.perm == nullptr ? x : x.index_select(-1, layer.perm);
   if (library_is_faster(x)) {
     if (weight.format == Format::kBFloat16 || weight.format == Format::kInt8) return {};
-    if (weight.format == Format::kInt4) return at::linear(x, unpack_int4(weight, x.options()));
+    if (weight.format == Format::kInt4)
+      return at::linear(ordered, unpack_int4(weight, x.options()));
   }
-  const Tensor in = x.to(at::kFloat).contiguous();
+  const Tensor in = ordered.to(at::kFloat).contiguous();
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.n;
   Tensor out = at::empty(shape, in.options());

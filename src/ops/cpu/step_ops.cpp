@@ -145,7 +145,8 @@ void project(const Input& input, std::span<const Weight> weights, const Epilogue
     size_t bytes = 0;
     for (int64_t w = 0; w < count; ++w) {
       const bool shared = w > 0 && weights[w].format == weights[0].format &&
-                          weights[w].groupsize == weights[0].groupsize;
+                          weights[w].groupsize == weights[0].groupsize &&
+                          weights[w].perm == weights[0].perm;
       offset[w] = shared ? 0 : bytes;
       if (!shared)
         bytes +=
@@ -163,7 +164,8 @@ void project(const Input& input, std::span<const Weight> weights, const Epilogue
                         .norm_dtype = norm_dtype,
                         .eps = static_cast<float>(input.eps),
                         .k = input.k,
-                        .groupsize = weights[w].groupsize},
+                        .groupsize = weights[w].groupsize,
+                        .perm = weights[w].perm},
                        memory + offset[w] + m * stride);
       }
     }
