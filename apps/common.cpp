@@ -9,7 +9,10 @@
 #include <charconv>
 #include <cmath>
 #include <cxxopts.hpp>
+#include <filesystem>
+#include <fstream>
 #include <iostream>
+#include <iterator>
 #include <sstream>
 
 namespace gptfast::app {
@@ -357,6 +360,14 @@ at::ScalarType parse_dtype(const std::string& flag, const std::string& text) {
   if (text == "float16" || text == "fp16") return at::kHalf;
   if (text == "float32" || text == "fp32") return at::kFloat;
   throw UsageError("--" + flag + " must be bfloat16, float16 or float32, not '" + text + "'");
+}
+
+std::string read_file(const std::string& flag, const std::string& path) {
+  TORCH_CHECK(!std::filesystem::is_directory(path), "--", flag, ": '", path,
+              "' is a directory; expected a file");
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, "--", flag, ": cannot read '", path, "'");
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 namespace {

@@ -104,6 +104,9 @@ std::string default_device();
 /// "bfloat16", "float16" or "float32" (also bf16, fp16, fp32). Throws UsageError.
 at::ScalarType parse_dtype(const std::string& flag, const std::string& text);
 
+/// The bytes of the file that --`flag` names.
+std::string read_file(const std::string& flag, const std::string& path);
+
 /// A progress bar on stderr with rate and time left. It shows itself only for work that takes
 /// longer than two seconds, and never when stderr is no terminal or `quiet`. The destructor clears
 /// the line.

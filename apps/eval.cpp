@@ -6,9 +6,7 @@
 
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "model_flags.h"
@@ -179,16 +177,9 @@ void run_tasks(const CommandLine& flags) {
   print_table(runs);
 }
 
-std::string read_text(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file && std::filesystem::is_regular_file(path),
-              "--perplexity: cannot read the text file '", path, "'");
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 void run_perplexity(const CommandLine& flags) {
   const std::string path = flags.get_text("perplexity");
-  const std::string text = read_text(path);
+  const std::string text = read_file("perplexity", path);
   LoadedModel loaded = load_from_flags(flags);
   const Tokenizer& tokenizer = require_tokenizer(loaded, "scoring text");
   const auto start = std::chrono::steady_clock::now();

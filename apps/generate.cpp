@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -45,14 +43,6 @@ std::vector<int32_t> parse_ids(const std::string& list) {
   return ids;
 }
 
-std::string read_file(const std::string& path) {
-  TORCH_CHECK(!std::filesystem::is_directory(path), "--prompt_file: '", path,
-              "' is a directory; expected a file");
-  std::ifstream file(path, std::ios::binary);
-  TORCH_CHECK(file, "--prompt_file: cannot read '", path, "'");
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 /// A whole number typed as the prompt asks for that many random tokens, as in the original.
 std::optional<int64_t> synthetic_length(const std::string& prompt) {
   int64_t n = 0;
@@ -78,8 +68,8 @@ Prompt make_prompt(const CommandLine& flags, const LoadedModel& loaded,
   const ModelArgs& config = loaded.model->config;
   if (flags.given("prompt_ids")) return {parse_ids(flags.get_text("prompt_ids")), ""};
   const bool from_file = flags.given("prompt_file");
-  const std::string text =
-      from_file ? read_file(flags.get_text("prompt_file")) : flags.get_text("prompt");
+  const std::string text = from_file ? read_file("prompt_file", flags.get_text("prompt_file"))
+                                     : flags.get_text("prompt");
   if (!from_file) {
     if (const auto length = synthetic_length(text))
       return {synthetic_prompt(*length, config, flags.get_integer("seed")), ""};

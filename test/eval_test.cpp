@@ -10,7 +10,6 @@
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <numeric>
 
 #include "gptfast/tokenizer.h"
 #include "test_util.h"
@@ -110,26 +109,6 @@ TEST(EvalRequest, StandsAPrefixTokenInForAnEmptyContext) {
   EXPECT_EQ(tokens(ByteTokenizer(true), BosRule::kHarness), with({1}, bytes(" b")));
   EXPECT_EQ(tokens(ByteTokenizer(false, false), BosRule::kHarness), with({2}, bytes(" b")));
   EXPECT_EQ(tokens(ByteTokenizer(true), BosRule::kOriginal), with({2, 1}, bytes(" b")));
-}
-
-TEST(EvalRequest, RollsWindowsAsTheHarness) {
-  const json expected = golden_json("formats.json")["wikitext"][0];
-  for (const auto& [length, windows] : expected["windows_ctxlen_contlen"].items()) {
-    std::vector<int32_t> tokens(expected["n_tokens"].get<size_t>());
-    std::iota(tokens.begin(), tokens.end(), 10);
-    std::vector<int32_t> predicted;
-    const auto requests = rolling_windows(tokens, 1, std::stoll(length));
-    ASSERT_EQ(requests.size(), windows.size());
-    for (size_t i = 0; i < requests.size(); ++i) {
-      const auto& [ids, num_context] = requests[i];
-      EXPECT_EQ(num_context, windows[i][0]);
-      EXPECT_EQ(std::ssize(ids) - num_context, windows[i][1]);
-      predicted.insert(predicted.end(), ids.begin() + num_context, ids.end());
-    }
-    EXPECT_EQ(predicted, tokens) << "each token is predicted once, in order";
-    EXPECT_EQ(requests[0].tokens[0], 1);
-  }
-  EXPECT_TRUE(rolling_windows({}, 1, 8).empty());
 }
 
 TEST(EvalRequest, StridesOverAText) {
@@ -406,41 +385,35 @@ TEST(EvalScore, EqualsTheOriginal) {
 
 // ---- Calibration inputs
 
-TEST(EvalCalibration, CutsRequestsAndDropsShortOnes) {
+std::vector<std::vector<int32_t>> calibration(const std::string& task, const std::string& lines,
+                                              int64_t seq_length) {
   const TempDir dir;
-  std::ofstream(dir / "lambada_openai.jsonl") << R"({"text": "abcdefg h"})"
-                                              << "\n"
-                                              << R"({"text": "a b"})"
-                                              << "\n";
-  const auto inputs = calibration_inputs(ByteTokenizer(), {.tasks = {"lambada_openai"},
-                                                           .data_dir = dir.path(),
-                                                           .limit = 10,
-                                                           .seq_length = 4});
-  ASSERT_EQ(inputs.size(), 1U);  // BOS, "a b" less its last token: 3
-  EXPECT_EQ(inputs[0], bytes("efg "));
+  std::ofstream(dir / (task + ".jsonl")) << lines;
+  return calibration_inputs(ByteTokenizer(), {.tasks = {task},
+                                              .data_dir = dir.path(),
+                                              .limit = 10,
+                                              .seq_length = seq_length});
 }
 
-TEST(EvalCalibration, TakesEveryFullWindowOfADocument) {
-  const TempDir dir;
-  const std::string file = (dir / "text.txt").string();
-  std::ofstream(file) << "abcdef";  // with BOS 7 tokens
-  const auto inputs =
-      calibration_inputs(ByteTokenizer(),
-                         {.tasks = {file}, .data_dir = "", .limit = 10, .seq_length = 3});
-  ASSERT_EQ(inputs.size(), 3U);
-  EXPECT_EQ(inputs[0], with({2, 1}, bytes("a")));
-  EXPECT_EQ(inputs[1], bytes("bcd"));
-  EXPECT_EQ(inputs[2], bytes("cde")) << "the last window is moved left";
+TEST(EvalCalibration, CutsRequestsOnTheLeft) {
+  const auto inputs = calibration("lambada_openai",
+                                  R"({"text": "abcdefg h"})"
+                                  "\n"
+                                  R"({"text": "a b"})",
+                                  4);
+  EXPECT_THAT(inputs,
+              ElementsAre(bytes("efg "), with({1}, bytes("a "))));  // without the last token
 }
 
-TEST(EvalCalibration, RefusesTasksThatAreTooShort) {
-  EXPECT_THAT(error_of([] {
-                calibration_inputs(ByteTokenizer(), {.tasks = {"piqa"},
-                                                     .data_dir = golden("eval"),
-                                                     .limit = 1,
-                                                     .seq_length = 5000});
-              }),
-              HasSubstr("--calibration_seq_length"));
+TEST(EvalCalibration, TakesEveryWindowOfADocument) {
+  const auto inputs = calibration("wikitext", R"({"page": "abcdef"})", 3);  // with BOS 7 tokens
+  EXPECT_THAT(inputs, ElementsAre(with({2, 1}, bytes("a")), bytes("bcd"), bytes("cde")))
+      << "the last window is moved left";
+}
+
+TEST(EvalCalibration, RefusesWhatItCannotRead) {
+  EXPECT_THAT(error_of([] { calibration("wikitext", R"({"page": "a"})", 0); }),
+              HasSubstr("--calibration_seq_length 0"));
   EXPECT_THAT(error_of([] { calibration_inputs(ByteTokenizer(), {.tasks = {"no such"}}); }),
               HasSubstr("Known tasks"));
 }

@@ -155,15 +155,15 @@ Perplexity text_perplexity(Transformer& model, const Tokenizer& tokenizer, std::
 // ---- Calibration inputs of GPTQ (InputRecorder of the original's GPTQ.py).
 
 struct CalibrationOptions {
-  std::vector<std::string> tasks = {"wikitext"};  ///< names of tasks, or paths of plain text files
+  std::vector<std::string> tasks = {"wikitext"};
   std::filesystem::path data_dir = "data";
   int64_t limit = 1000;      ///< items of each task
   int64_t seq_length = 100;  ///< tokens of each sample
 };
 
 /// The inputs of the tasks' requests under the original's rule (BOS before each where the tokenizer
-/// has one, EOS before a whole document), cut to the last seq_length tokens; shorter ones are
-/// dropped. [samples][seq_length]. Throws when none is long enough.
+/// has one, EOS before a whole document), cut to the last seq_length tokens. [samples][1 to
+/// seq_length]: calibration_data (gptq.h) drops or pads the shorter ones.
 std::vector<std::vector<int32_t>> calibration_inputs(const Tokenizer& tokenizer,
                                                      const CalibrationOptions& options);
 
