@@ -4,10 +4,9 @@
 #include <ATen/Parallel.h>
 
 #include <chrono>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "common.h"
 #include "gptfast/eval.h"
@@ -118,49 +117,64 @@ std::vector<QuantizedLayer> run_mode(const CommandLine& line, const fs::path& in
   return quantize_gptq(input, output, calibration_from_flags(line), options);
 }
 
-/// Perplexity of --report_text in windows of the model's context, at most 2048 tokens.
-double report_perplexity(const CommandLine& line, Transformer& model) {
-  const auto tokenizer = load_tokenizer(line);
-  const fs::path file = line.get_text("report_text");
-  std::ifstream in(file, std::ios::binary);
-  TORCH_CHECK(in.good(), "cannot read the text '", file.string(), "'");
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
-  const int64_t window = std::min<int64_t>(model->config.block_size, 2048);
-  return text_perplexity(model, *tokenizer, text, window, /*stride=*/window, {}).perplexity;
+/// What --report_text asks to measure. Read before the work starts: a mistake shows at once.
+struct ReportText {
+  std::string text;
+  std::unique_ptr<Tokenizer> tokenizer;
+
+  /// In windows of the model's context, at most 2048 tokens.
+  double perplexity(Transformer& model) const {
+    const int64_t window = std::min<int64_t>(model->config.block_size, 2048);
+    return text_perplexity(model, *tokenizer, text, window, /*stride=*/window, {}).perplexity;
+  }
+};
+
+std::optional<ReportText> report_text(const CommandLine& line) {
+  if (!line.given("report_text")) return std::nullopt;
+  ReportText report{.text = read_file("report_text", line.get_text("report_text")),
+                    .tokenizer = load_tokenizer(line)};
+  const size_t tokens = report.tokenizer->encode(report.text).size();
+  TORCH_CHECK(tokens >= 2, "--report_text: '", line.get_text("report_text"), "' has ", tokens,
+              " tokens; a perplexity needs at least 2");
+  return report;
 }
 
-/// The report as JSON; printed as a table when `table`.
-json report(const CommandLine& line, const fs::path& input, const fs::path& output, bool table) {
-  const at::Device device = parse_device(line.get_text("device"));
-  std::string config = line.get_text("config");
-  Transformer before = load_model(input, {.config = config, .device = device});
-  Transformer after = load_model(output, {.config = config, .device = device});
+json report(const CommandLine& line, const fs::path& input, const fs::path& output,
+            const std::optional<ReportText>& text) {
+  const LoadOptions options{.config = line.get_text("config"),
+                            .device = parse_device(line.get_text("device"))};
+  Transformer before = load_model(input, options);
+  Transformer after = load_model(output, options);
   json layers = json::array();
-  if (table)
-    printf("%-32s %-9s %10s %10s %8s %12s\n", "layer", "scheme", "max error", "mean error", "dB",
-           "bytes");
   for (const LayerChange& change : compare_layers(*before, *after)) {
-    if (table) {
-      printf("%-32s %-9s %10.3g %10.3g %8.1f %12lld\n", change.name.c_str(),
-             to_string(change.scheme.format), change.max_error, change.mean_error,
-             change.signal_noise, static_cast<long long>(change.bytes));
-    }
     layers.push_back({{"name", change.name},
+                      {"scheme", to_string(change.scheme.format)},
                       {"max_error", change.max_error},
                       {"mean_error", change.mean_error},
                       {"signal_noise_db", change.signal_noise},
                       {"bytes", change.bytes}});
   }
   json result = {{"layers", layers}};
-  if (line.given("report_text")) {
-    result["perplexity_before"] = report_perplexity(line, before);
-    result["perplexity_after"] = report_perplexity(line, after);
-    if (table) {
-      printf("perplexity of %s: %.4f before, %.4f after\n", line.get_text("report_text").c_str(),
-             result["perplexity_before"].get<double>(), result["perplexity_after"].get<double>());
-    }
+  if (text) {
+    result["perplexity_before"] = text->perplexity(before);
+    result["perplexity_after"] = text->perplexity(after);
   }
   return result;
+}
+
+void print_report(const json& report) {
+  printf("%-32s %-9s %10s %10s %8s %12s\n", "layer", "scheme", "max error", "mean error", "dB",
+         "bytes");
+  for (const json& layer : report["layers"]) {
+    printf("%-32s %-9s %10.3g %10.3g %8.1f %12lld\n", layer["name"].get<std::string>().c_str(),
+           layer["scheme"].get<std::string>().c_str(), layer["max_error"].get<double>(),
+           layer["mean_error"].get<double>(), layer["signal_noise_db"].get<double>(),
+           layer["bytes"].get<long long>());
+  }
+  if (report.contains("perplexity_before")) {
+    printf("perplexity: %.4f before, %.4f after\n", report["perplexity_before"].get<double>(),
+           report["perplexity_after"].get<double>());
+  }
 }
 
 int quantize_main(int argc, char** argv) {
@@ -179,6 +193,7 @@ int quantize_main(int argc, char** argv) {
   const fs::path input = line.get_text("checkpoint_path");
   const fs::path output = quantized_path(input, mode, groupsize, line.get_text("label"));
 
+  const std::optional<ReportText> text = report_text(line);
   const auto start = std::chrono::steady_clock::now();
   const std::vector<QuantizedLayer> layers = run_mode(line, input, output);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
@@ -194,13 +209,13 @@ int quantize_main(int argc, char** argv) {
                    {"output", output.string()},
                    {"seconds", seconds.count()},
                    {"layers", listed}};
-    if (line.get_flag("report")) result["report"] = report(line, input, output, /*table=*/false);
+    if (line.get_flag("report")) result["report"] = report(line, input, output, text);
     std::cout << result.dump(-1, ' ', false, json::error_handler_t::replace) << std::endl;
   } else {
     std::cout << "Wrote " << output.string() << ": " << layers.size() << " layers, "
               << fs::file_size(output) / 1000000 << " MB, "
               << static_cast<int64_t>(seconds.count() * 10) / 10.0 << " s" << std::endl;
-    if (line.get_flag("report")) report(line, input, output, /*table=*/true);
+    if (line.get_flag("report")) print_report(report(line, input, output, text));
   }
   return 0;
 }

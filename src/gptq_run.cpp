@@ -205,7 +205,7 @@ Tensor Calibration::hessian_of(const std::vector<NamedLinear>& layers,
     return [n = linear.out_features](const Tensor& x) {
       std::vector<int64_t> shape = x.sizes().vec();
       shape.back() = n;
-      return at::zeros(shape, x.options());
+      return at::zeros({1}, x.options()).expand(shape);  // of the head's size in no memory
     };
   };
   for (const auto* group : {&layers, &later}) {

@@ -1,10 +1,7 @@
 // Quantization against the files that the original's quantize.py writes, byte for byte.
 #include "gptfast/quantize.h"
 
-#include <sys/wait.h>
-
 #include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <map>
@@ -311,54 +308,6 @@ TEST(QuantizeFile, ACutFileAndAWrongNameAreErrorsOnLoad) {
               }).find("model_int4.g32.pth"),
               std::string::npos);
   }
-}
-
-// ---- The program
-
-struct ProgramResult {
-  int status = -1;
-  std::string out;
-};
-
-ProgramResult run_quantize(const std::string& arguments) {
-  const std::string command = std::string(GPTFAST_BIN) + "/quantize " + arguments;
-  ProgramResult result;
-  FILE* pipe = popen(command.c_str(), "r");
-  std::array<char, 4096> buffer{};
-  for (size_t n = 0; (n = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;)
-    result.out.append(buffer.data(), n);
-  const int status = pclose(pipe);
-  result.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  return result;
-}
-
-TEST(QuantizeProgram, WritesTheOriginalsNamesAndJson) {
-  const ModelDir dir("tiny-mha");
-  const std::string input = "--checkpoint_path " + dir.model().string();
-  const ProgramResult int8 = run_quantize(input + " --json 2>/dev/null");
-  ASSERT_EQ(int8.status, 0);
-  const json result = json::parse(int8.out);
-  EXPECT_EQ(result.at("mode").get<std::string>(), "int8");
-  EXPECT_EQ(result.at("output").get<std::string>(), (dir / "model_int8.pth").string());
-  EXPECT_EQ(result.at("layers").size(), 11);
-  EXPECT_EQ(result.at("layers").at(0).at("scheme").get<std::string>(), "int8");
-  EXPECT_TRUE(fs::exists(dir / "model_int8.pth"));
-
-  ASSERT_EQ(run_quantize(input + " -q int4 --groupsize 64 --label _new_ --json 2>/dev/null").status,
-            0);
-  EXPECT_TRUE(fs::exists(dir / "model_new_int4.g64.pth"));
-}
-
-TEST(QuantizeProgram, BadInputIsOneLineAndAStatus) {
-  const ModelDir dir("tiny-mha");
-  const std::string input = "--checkpoint_path " + dir.model().string();
-  const ProgramResult groupsize = run_quantize(input + " --mode int4 --groupsize 96 2>&1");
-  EXPECT_EQ(groupsize.status, 2);
-  EXPECT_NE(groupsize.out.find("--groupsize must be one of 32, 64, 128, 256"), std::string::npos);
-  const ProgramResult missing = run_quantize("--checkpoint_path /nowhere/model.pth 2>&1");
-  EXPECT_EQ(missing.status, 1);
-  EXPECT_NE(missing.out.find("/nowhere/model.pth"), std::string::npos);
-  EXPECT_EQ(std::count(missing.out.begin(), missing.out.end(), '\n'), 1) << missing.out;
 }
 
 }  // namespace
