@@ -52,8 +52,9 @@ std::vector<LayerChange> compare_layers(const TransformerImpl& original,
   std::vector<LayerChange> changes;
   const auto after = named_linears(quantized);
   for (const auto& [name, before] : named_linears(original)) {
-    const auto found = std::find_if(after.begin(), after.end(),
-                                    [&](const auto& layer) { return layer.first == name; });
+    const auto found =
+        std::find_if(after.begin(), after.end(),
+                     [&wanted = name](const auto& layer) { return layer.first == wanted; });
     TORCH_CHECK(found != after.end(), "the quantized model has no layer ", name);
     changes.push_back(compare_layer(name, *before, *found->second));
   }

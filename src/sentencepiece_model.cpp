@@ -38,6 +38,8 @@ class Message {
   std::string bytes_;
 };
 
+// The comments give the fields their names in sentencepiece_model.proto.
+// NOLINTBEGIN(bugprone-argument-comment)
 std::string trainer_spec(const std::vector<Piece>& pieces, const SentencePieceSettings& settings) {
   constexpr uint64_t kBpe = 2;
   Message spec;
@@ -82,4 +84,5 @@ std::string sentencepiece_model(const std::vector<Piece>& pieces,
   return model.bytes();
 }
 
+// NOLINTEND(bugprone-argument-comment)
 }  // namespace gptfast
