@@ -3,6 +3,7 @@
 #include "gptfast/eval.h"
 
 #include <c10/util/Exception.h>
+#include <malloc.h>
 
 #include <chrono>
 #include <cstdio>
@@ -213,6 +214,10 @@ int eval_main(int argc, char** argv) {
   CommandLine flags = make_command_line();
   if (!flags.parse(argc, argv)) return 0;
   check_flags(flags);
+  // What one batch frees serves the next. To return it to the system and get it back zeroed took
+  // 11 % of the time (SmolLM2-135M in bfloat16 on hellaswag, 2 cores of Zen 5).
+  mallopt(M_MMAP_MAX, 0);
+  mallopt(M_TRIM_THRESHOLD, -1);
   flags.given("perplexity") ? run_perplexity(flags) : run_tasks(flags);
   return 0;
 }
