@@ -16,7 +16,8 @@ block '```cpp' >"$DIR/example/hello.cpp"
   block '```cmake'
 } >"$DIR/example/CMakeLists.txt"
 
-cmake -S "$DIR/example" -B "$DIR/example/build" -DCMAKE_PREFIX_PATH="$DIR/installed" -DCMAKE_BUILD_TYPE=Debug >/dev/null
+GENERATOR=$(sed -n 's/^CMAKE_GENERATOR:INTERNAL=//p' "$BUILD/CMakeCache.txt")
+cmake -G "$GENERATOR" -S "$DIR/example" -B "$DIR/example/build" -DCMAKE_PREFIX_PATH="$DIR/installed" -DCMAKE_BUILD_TYPE=Debug >/dev/null
 cmake --build "$DIR/example/build"
 OUTPUT=$("$DIR/example/build/hello" "$SOURCE/test/golden/tiny-mha/model.fp32.pth" "$SOURCE/test/golden/tiny-mha/config.json")
 echo "$OUTPUT"
