@@ -46,6 +46,12 @@ if [ -n "$FULL" ]; then
 
   install_packages clang-tidy
   say "Running clang-tidy"
-  git ls-files 'src/*.cpp' 'apps/*.cpp' 'test/*.cpp' | xargs -P "$(nproc)" -n 1 clang-tidy --quiet -p "$BUILD"
+  # Configured, never built: without GCC's precompiled header, which clang cannot read, and with each source once.
+  cmake -S "$ROOT" -B "$BUILD/tidy" -G Ninja -DTORCH_ROOT="$TORCH_ROOT" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
+    -DGPTFAST_TESTS=ON -DGPTFAST_SANITIZE=ON -DGPTFAST_CUDA=OFF >/dev/null
+  git ls-files 'src/*.cpp' 'apps/*.cpp' 'test/*.cpp' ':!src/ops/cpu/isa.cpp' |  # clang 14 cannot ask for f16c
+    while read -r file; do
+      if grep -q "\"$ROOT/$file\"" "$BUILD/tidy/compile_commands.json"; then echo "$file"; fi
+    done | xargs -P "$(nproc)" -n 1 clang-tidy --quiet -p "$BUILD/tidy" --extra-arg=-Wno-unknown-warning-option
 fi
 say "All tests passed"

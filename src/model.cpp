@@ -340,6 +340,7 @@ Tensor TransformerImpl::forward(const Tensor& idx, const Tensor& input_pos, int6
   std::vector<Slice> slices = hidden(idx, input_pos, first_slot);
   for_each(slices, [&](Slice& s) { s.x = output->forward(norm->forward(s.x)); });
   std::vector<Tensor> logits;
+  logits.reserve(slices.size());
   for (Slice& slice : slices) logits.push_back(std::move(slice.x));
   return whole_logits(logits.size() == 1 ? logits[0] : at::cat(logits, /*dim=*/1));
 }

@@ -191,6 +191,7 @@ EvalItem read_item(const TaskFormat& format, const std::string& line) {
 
 std::vector<std::string> eval_task_names() {
   std::vector<std::string> names;
+  names.reserve(std::size(kTasks));
   for (const auto& task : kTasks) {
     names.emplace_back(task.name);
   }

@@ -176,7 +176,7 @@ std::optional<RankInfo> rank_from_environment() {
 
 at::Device device_of_rank(const RankInfo& info, at::Device requested) {
   if (!requested.is_cuda()) return requested;
-  const int gpus = at::detail::getCUDAHooks().deviceCount();
+  const auto gpus = static_cast<int>(at::detail::getCUDAHooks().deviceCount());
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   TORCH_CHECK(info.local_rank < gpus, "rank ", info.rank, " is number ", info.local_rank + 1,
               " on its host, which shows ", gpus, " GPUs",
@@ -263,7 +263,8 @@ std::shared_ptr<TensorParallel> TensorParallel::connect(const RankInfo& info, at
 void TensorParallel::check_agreement(const Facts& facts) {
   Impl& self = *impl_;
   std::string mine;
-  for (const auto& [name, value] : facts) mine += name + '\0' + value + '\0';
+  for (const auto& [name, value] : facts)
+    mine.append(name).append(1, '\0').append(value).append(1, '\0');
   self.store->set(self.key("facts", rank()), to_bytes(mine));
   self.meet("facts_posted");
   std::string complaint;
