@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
@@ -23,22 +24,23 @@ std::string fingerprint(const std::filesystem::path& file) {
 
 /// What all ranks must have in common, by content where it is a file.
 TensorParallel::Facts facts(const CommandLine& flags) {
-  const std::filesystem::path checkpoint = flags.get_text("checkpoint_path");
-  TensorParallel::Facts facts = {{"the checkpoint", fingerprint(checkpoint)}};
-  for (const char* name : {"config.json", "params.json", "tokenizer.model", "tokenizer.json"}) {
-    facts.emplace_back(name, fingerprint(checkpoint.parent_path() / name));
-  }
-  if (flags.given("tokenizer_path"))
-    facts.emplace_back("the tokenizer", fingerprint(flags.get_text("tokenizer_path")));
+  TensorParallel::Facts facts;
   for (const auto& [name, value] : flags.values()) {
-    if (std::find(kOwnFlags.begin(), kOwnFlags.end(), name) == kOwnFlags.end())
+    if (name == "checkpoint_path" && !value.empty()) {
+      facts.emplace_back("the checkpoint", fingerprint(value));
+      for (const char* file : {"config.json", "params.json", "tokenizer.model", "tokenizer.json"})
+        facts.emplace_back(file, fingerprint(std::filesystem::path(value).parent_path() / file));
+    } else if (name == "tokenizer_path" && !value.empty()) {
+      facts.emplace_back("the tokenizer", fingerprint(value));
+    } else if (std::find(kOwnFlags.begin(), kOwnFlags.end(), name) == kOwnFlags.end()) {
       facts.emplace_back("--" + name, value);
+    }
   }
   return facts;
 }
 
 [[noreturn]] void end_for_lost_peer(const std::string& message) {
-  std::fprintf(stderr, "generate: %s\n", message.c_str());
+  std::fprintf(stderr, "%s: %s\n", program_invocation_short_name, message.c_str());
   _exit(kPeerLostStatus);  // the main thread may wait for the lost rank, and destructors for it
 }
 

@@ -124,4 +124,10 @@ std::vector<int32_t> DecodeGraph::read() {
   return {row, row + s.history.size(1)};
 }
 
+void DecodeGraph::drop() {
+  State& s = *state_;
+  s.stream.synchronize();
+  s.done = s.launched;
+}
+
 }  // namespace gptfast

@@ -193,6 +193,7 @@ void decode_n_tokens(DecodeGraph& graph, const std::vector<int32_t>& token, int6
     if (i + 1 < count) graph.launch();
     if (!collector.push(graph.read(), pos + i)) break;
   }
+  graph.drop();
 }
 #endif
 

@@ -137,6 +137,8 @@ Tensor LinearImpl::dequantize() const {
 }
 
 Int4Weight LinearImpl::int4_weight() const {
+  TORCH_CHECK(weight.is_contiguous(), "the int4 words of this layer [", out_features, ", ",
+              in_features, "] are gone, only the kernels' form is left; load with --reference");
   return unpack_int4(weight, scales_and_zeros, in_features, scheme.layout);
 }
 
@@ -163,6 +165,11 @@ void LinearImpl::prepare(at::Device device) {
   }
   if (scheme.format == WeightFormat::kInt8)
     kernel_scales_ = scales.to(device, at::kFloat).contiguous();
+}
+
+void LinearImpl::drop_words() {
+  if (scheme.format == WeightFormat::kInt4)  // the size stays: it counts as the model's
+    weight.set_data(at::empty({1}, weight.options()).expand(weight.sizes()));
 }
 
 void LinearImpl::copy_from(const LinearImpl& other) {

@@ -134,7 +134,17 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
   for (const auto& module : model.modules()) {
     if (auto* cond_ffn = module->as<ConditionalFeedForwardImpl>()) cond_ffn->bind();
   }
-  for (const auto& [name, linear] : named_linears(model)) linear->prepare(options.device);
+  // The words of a rank's share may be memory of its own, unlike the pages of a file.
+  const bool drop_words = options.tp != nullptr && !options.reference && options.device.is_cpu() &&
+                          std::string_view(ops::path(options.device)) != "reference";
+  for (const auto& [name, linear] : named_linears(model)) {
+    linear->prepare(options.device);
+    if (drop_words) linear->drop_words();
+  }
+  for (const auto& module : model.modules()) {
+    auto* cond_ffn = module->as<ConditionalFeedForwardImpl>();
+    if (cond_ffn != nullptr && drop_words) cond_ffn->drop_words();
+  }
 }
 
 /// The file's name only has to agree with what is inside.
@@ -251,9 +261,10 @@ void stack_experts(ConditionalFeedForwardImpl& cond_ffn) {
 
 }  // namespace
 
-Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision,
-                         at::Device device, uint64_t seed) {
-  at::manual_seed(seed);
+Transformer random_model(const ModelArgs& whole, WeightScheme scheme, at::ScalarType precision,
+                         at::Device device, uint64_t seed, std::shared_ptr<TensorParallel> tp) {
+  const ModelArgs config = tp ? shard_config(whole, tp->world_size()) : whole;
+  at::manual_seed(seed);  // the same on every rank: so is the embedding
   if (scheme.format < WeightFormat::kInt8) scheme.format = floating_format(precision, "random");
   // As quantize writes it: a layer whose rows do not come in eights stays unquantized, and so does
   // a router.
@@ -263,7 +274,7 @@ Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::Scala
     return odd_head || fqn.ends_with(".gate") ? WeightScheme{floating_format(precision, fqn)}
                                               : scheme;
   };
-  Transformer model(config, scheme_of);
+  Transformer model(config, scheme_of, std::move(tp));
   const auto options = at::TensorOptions(device).dtype(precision);
   // int4 words are drawn and packed on the host: on a GPU, layers of one shape repeat the first
   // one's values.

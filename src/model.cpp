@@ -147,6 +147,13 @@ void ConditionalFeedForwardImpl::bind() {
   }
 }
 
+void ConditionalFeedForwardImpl::drop_words() {
+  for (ExpertWeights& w : weights) {
+    if (w.scales_and_zeros.defined())  // int4
+      w.weight.set_data(at::empty({1}, w.weight.options()).expand(w.weight.sizes()));
+  }
+}
+
 Tensor ConditionalFeedForwardImpl::forward(const Tensor& x, const Tensor& expert_indices) {
   const int64_t A = expert_indices.size(1);
   const Tensor chosen = expert_indices.flatten();               // [M A]
@@ -278,8 +285,11 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
                                     config.rope_scaling)
                    .to(device());
   buffers_ = ops::make_step_buffers(config, seq_length, device());
-  if (tp_)
+  if (tp_) {
     shard_logits_ = at::empty({kMaxStepRows, output->out_features}, buffers_.logits.options());
+    gathered_logits_ =
+        at::empty({tp_->world_size(), kMaxStepRows, output->out_features}, shard_logits_.options());
+  }
   max_batch_size = batch_size;
   max_seq_length = seq_length;
 }
@@ -368,8 +378,8 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
   TORCH_CHECK(M >= 1 && M <= kMaxStepRows, "a step has 1 to ", kMaxStepRows, " rows, got ", M);
 
   // x += a product whose inner dimension is divided among the ranks.
-  const auto add = [&](auto product) {
-    tp_ ? tp_->sum_into(b.x.narrow(0, 0, M), product) : product();
+  const auto add = [&](const auto& product) {
+    tp_ ? tp_->sum_into(b.x.narrow(0, 0, M), product) : product(b.x);
   };
 
   ops::embed(rows, tok_embeddings->weight, b.x);
@@ -380,21 +390,21 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
     ops::rms_qkv_rope_append(rows, b.x, layer->attention_norm->weight, config.norm_eps,
                              *attention.wqkv, freqs_cis_, b.q, cache.k_cache, cache.v_cache);
     ops::attention_decode(rows, b.q, cache.k_cache, cache.v_cache, b.partials, b.y);
-    add([&] { ops::o_proj_residual(M, b.y, *attention.wo, b.x); });
+    add([&](Tensor& x) { ops::o_proj_residual(M, b.y, *attention.wo, x); });
     if (layer->block_sparse_moe) {
       const MOEFeedForwardImpl& moe = *layer->block_sparse_moe;
       ops::moe_route(M, b.x, ffn_norm, config.norm_eps, *moe.gate, b.experts);
       ops::moe_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *moe.cond_ffn, b.experts, b.h);
-      add([&] { ops::moe_down_proj_residual(M, b.h, *moe.cond_ffn, b.experts, b.x); });
+      add([&](Tensor& x) { ops::moe_down_proj_residual(M, b.h, *moe.cond_ffn, b.experts, x); });
     } else {
       const FeedForwardImpl& ffn = *layer->feed_forward;
       ops::rms_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *ffn.w1, *ffn.w3, b.h);
-      add([&] { ops::down_proj_residual(M, b.h, *ffn.w2, b.x); });
+      add([&](Tensor& x) { ops::down_proj_residual(M, b.h, *ffn.w2, x); });
     }
   }
   ops::rms_lm_head(M, b.x, norm->weight, config.norm_eps, *output, tp_ ? shard_logits_ : b.logits);
   if (tp_) {
-    tp_->sample(rows, shard_logits_, params, b.logits, b.next);
+    tp_->sample(rows, shard_logits_, params, gathered_logits_, b.logits, b.next);
   } else {
     ops::sample(rows, b.logits, params, b.next);
   }

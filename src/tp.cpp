@@ -22,6 +22,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
+#ifdef GPTFAST_CUDA
+#include "tp_one_shot.h"
+#endif
 #include "tp_socket.h"
 #include "tp_watch.h"
 
@@ -105,13 +108,24 @@ std::string hash_text(std::string_view bytes) {
   return text.data();
 }
 
-/// NCCL's intra-node path of LibTorch may use multicast, which not every machine's driver survives.
-void check_environment() {
-  const char* forced = std::getenv("ENABLE_INTRA_NODE_COMM");
-  TORCH_CHECK(forced == nullptr || std::string(forced) == "0",
-              "ENABLE_INTRA_NODE_COMM=", forced == nullptr ? "" : forced,
-              " asks for an all-reduce that this build does not have; unset it or set it to 0 for "
-              "NCCL");
+/// What ENABLE_INTRA_NODE_COMM asks for; nullopt: what works.
+std::optional<bool> forced_one_shot() {
+  const auto forced = number_in_environment("ENABLE_INTRA_NODE_COMM", 0, 1);
+  return forced ? std::make_optional(*forced == 1) : std::nullopt;
+}
+
+/// What NCCL and c10d read from the environment. Call it before there are other threads.
+void set_environment() {
+  // NVLink multicast: not every machine's driver survives it, and a step's sums are too small to
+  // gain from it.
+  setenv("NCCL_NVLS_ENABLE", "0", /*replace=*/1);
+  setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1", /*replace=*/1);
+  unsetenv("ENABLE_INTRA_NODE_COMM");  // c10d has such a path of its own
+  // PeerWatch ends the process when a rank is lost. c10d's own watch would end it with a stack
+  // trace, and asks a store that rank 0 may have closed.
+  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*replace=*/1);
+  setenv("TORCH_NCCL_ENABLE_MONITORING", "0", /*replace=*/1);
+  setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*replace=*/1);
 }
 
 /// The `count` largest of `values` [size], largest first and of equals the lowest index: pairs of a
@@ -191,6 +205,10 @@ struct TensorParallel::Impl {
   c10::intrusive_ptr<c10d::Store> store;
   std::unique_ptr<PeerWatch> watch;
   Backend backend;
+  bool finished = false;
+#ifdef GPTFAST_CUDA
+  std::unique_ptr<OneShot> one_shot;
+#endif
 
   std::string key(const std::string& what, int rank) const {
     return what + '/' + std::to_string(rank);
@@ -204,7 +222,7 @@ struct TensorParallel::Impl {
   template <typename Start>
   void collective(Start start) {
     try {
-      start()->wait();
+      if (const auto work = start()) work->wait();  // NCCL without asyncOp gives none
     } catch (const std::exception& e) {
       watch->wait_for_loss();
       TORCH_CHECK(false, "the connection between the ranks broke: ", first_line(e));
@@ -212,17 +230,25 @@ struct TensorParallel::Impl {
   }
   /// The tensors of all ranks, one after the other, in one dimension.
   Tensor all_gather(const Tensor& mine) {
-    Tensor flat = mine.flatten();
     Tensor all = at::empty({info.world_size * mine.numel()}, mine.options());
+    all_gather_into(all, mine);
+    return all;
+  }
+  void all_gather_into(Tensor& all, const Tensor& mine) {
+    Tensor flat = mine.flatten();
     c10d::AllgatherOptions options;
     options.asyncOp = false;  // on the current stream
     collective([&] { return backend->_allgather_base(all, flat, options); });
-    return all;
   }
 };
 
 TensorParallel::TensorParallel(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-TensorParallel::~TensorParallel() = default;
+TensorParallel::~TensorParallel() {
+#ifdef GPTFAST_CUDA
+  // What the group's own destructor does, too, but with a warning beside the error that led here.
+  if (!impl_->finished && impl_->device.is_cuda() && impl_->backend) impl_->backend->abort();
+#endif
+}
 
 int TensorParallel::rank() const {
   return impl_->info.rank;
@@ -239,7 +265,8 @@ at::Device TensorParallel::device() const {
 
 std::shared_ptr<TensorParallel> TensorParallel::connect(const RankInfo& info, at::Device device,
                                                         PeerLostHandler on_peer_lost) {
-  check_environment();
+  const std::optional<bool> forced = forced_one_shot();
+  set_environment();
   const auto deadline = Clock::now() + kMeet;
   auto impl = std::make_unique<Impl>();
   impl->info = info;
@@ -257,7 +284,35 @@ std::shared_ptr<TensorParallel> TensorParallel::connect(const RankInfo& info, at
     TORCH_CHECK(false, "rank ", info.rank, " of ", info.world_size,
                 " cannot meet the others: ", first_line(e));
   }
-  return std::shared_ptr<TensorParallel>(new TensorParallel(std::move(impl)));
+  const std::shared_ptr<TensorParallel> tp(new TensorParallel(std::move(impl)));
+  tp->choose_all_reduce(forced);
+  return tp;
+}
+
+void TensorParallel::choose_all_reduce(std::optional<bool> one_shot) {
+  std::string why_not;
+#ifdef GPTFAST_CUDA
+  if (device().is_cuda() && one_shot.value_or(true)) {
+    impl_->one_shot = OneShot::connect(
+        *impl_->store, rank(), world_size(), device(),
+        [this](Tensor x) { all_reduce(std::move(x)); }, why_not);
+    if (impl_->one_shot) return;
+  }
+#endif
+  if (!one_shot.value_or(false)) return;
+  impl_->watch->finish();  // every rank leaves with this message, none because another did
+  TORCH_CHECK(false,
+              "ENABLE_INTRA_NODE_COMM=1 asks for the one-shot all-reduce, which is not possible "
+              "here: ",
+              why_not.empty() ? "it runs between GPUs only" : why_not, "; unset it for ",
+              device().is_cuda() ? "NCCL" : "Gloo");
+}
+
+const char* TensorParallel::all_reduce_path() const {
+#ifdef GPTFAST_CUDA
+  if (impl_->one_shot) return "one-shot";
+#endif
+  return device().is_cuda() ? "nccl" : "gloo";
 }
 
 void TensorParallel::check_agreement(const Facts& facts) {
@@ -308,8 +363,12 @@ void TensorParallel::finish() {
   if (impl_->device.is_cuda()) c10::cuda::device_synchronize();
 #endif
   impl_->meet("finish");
+#ifdef GPTFAST_CUDA
+  if (impl_->one_shot) impl_->one_shot->close([this](const auto& name) { impl_->meet(name); });
+#endif
   impl_->watch->finish();
   impl_->backend->shutdown();
+  impl_->finished = true;
 }
 
 void TensorParallel::all_reduce(Tensor x) {
@@ -317,6 +376,20 @@ void TensorParallel::all_reduce(Tensor x) {
   c10d::AllreduceOptions options;
   options.asyncOp = false;  // on the current stream
   impl_->collective([&] { return impl_->backend->allreduce(tensors, options); });
+}
+
+void TensorParallel::sum_into(Tensor x, const std::function<void(Tensor&)>& add_partial) {
+#ifdef GPTFAST_CUDA
+  if (impl_->one_shot && impl_->one_shot->takes(x)) {
+    Tensor partial = impl_->one_shot->partial_for(x);
+    add_partial(partial);
+    impl_->one_shot->add_partials(partial, x);
+    return;
+  }
+#endif
+  if (rank() != 0) x.zero_();  // the residual counts once
+  add_partial(x);
+  all_reduce(x);
 }
 
 void TensorParallel::broadcast(Tensor x) {
@@ -368,38 +441,58 @@ int64_t candidates(const SamplingParams& params, int64_t batch_size) {
 }  // namespace
 
 void TensorParallel::sample(const StepRows& rows, const Tensor& shard, const SamplingParams& params,
-                            Tensor& logits, Tensor& next) {
-  const int64_t M = rows.rows(), B = rows.pos.numel(), S = rows.seq_len(), V = logits.size(1),
-                width = shard.size(1);
+                            Tensor& gathered, Tensor& logits, Tensor& next) {
+  const int64_t B = rows.pos.numel(), width = shard.size(1);
+#ifdef GPTFAST_CUDA
+  if (impl_->one_shot && impl_->one_shot->takes_shards(width))
+    return impl_->one_shot->sample(rows, shard, params, logits, next);
+#endif
   const int64_t count = shard.is_cpu() ? candidates(params, B) : 0;
   // A candidate costs twice the bytes of a logit.
   if (count == 0 || 2 * count > width) {
-    logits.narrow(0, 0, M).copy_(gather_logits(shard.narrow(0, 0, M), V));
+    gather_rows(shard.narrow(0, 0, rows.rows()), gathered, logits);
   } else {
-    const int64_t mine = std::clamp<int64_t>(V - rank() * width, 0, width);
-    Tensor best = at::full({2, B, count}, -1, at::kInt);  // bits of the values, indices
-    auto* bits = best.mutable_data_ptr<int32_t>();
-    for (int64_t b = 0; b < B && mine > 0; ++b) {
-      largest(shard[b * S + S - 1].const_data_ptr<float>(), mine, std::min(count, mine),
-              static_cast<int32_t>(rank() * width), bits + b * count, bits + (B + b) * count);
-    }
-    const Tensor all = impl_->all_gather(best);  // [N, 2, B, count]
-    if (rank() == 0) {
-      const auto* gathered = all.const_data_ptr<int32_t>();
-      for (int64_t b = 0; b < B; ++b) {
-        auto* row = logits[b * S + S - 1].mutable_data_ptr<float>();
-        std::fill(row, row + V, -std::numeric_limits<float>::infinity());
-        for (int64_t r = 0; r < world_size(); ++r) {
-          for (int64_t i = 0; i < count; ++i) {
-            const int64_t at = ((r * 2) * B + b) * count + i, index = gathered[at + B * count];
-            if (index >= 0) std::memcpy(row + index, gathered + at, sizeof(float));
-          }
-        }
-      }
-    }
+    gather_candidates(rows, shard, count, logits);
   }
   if (rank() == 0) ops::sample(rows, logits, params, next);
   broadcast(next.narrow(0, 0, B));
+}
+
+void TensorParallel::gather_rows(const Tensor& shard, Tensor& gathered, Tensor& logits) {
+  const int64_t M = shard.size(0), V = logits.size(1), width = shard.size(1);
+  Tensor all = gathered.flatten().narrow(0, 0, world_size() * M * width);
+  impl_->all_gather_into(all, shard);
+  if (rank() != 0) return;
+  all = all.view({world_size(), M, width});
+  for (int64_t r = 0; r * width < V; ++r) {
+    const int64_t size = std::min(width, V - r * width);
+    logits.narrow(0, 0, M).narrow(1, r * width, size).copy_(all[r].narrow(1, 0, size));
+  }
+}
+
+void TensorParallel::gather_candidates(const StepRows& rows, const Tensor& shard, int64_t count,
+                                       Tensor& logits) {
+  const int64_t B = rows.pos.numel(), S = rows.seq_len(), V = logits.size(1), width = shard.size(1);
+  const int64_t mine = std::clamp<int64_t>(V - rank() * width, 0, width);
+  Tensor best = at::full({2, B, count}, -1, at::kInt);  // bits of the values, indices
+  auto* bits = best.mutable_data_ptr<int32_t>();
+  for (int64_t b = 0; b < B && mine > 0; ++b) {
+    largest(shard[b * S + S - 1].const_data_ptr<float>(), mine, std::min(count, mine),
+            static_cast<int32_t>(rank() * width), bits + b * count, bits + (B + b) * count);
+  }
+  const Tensor all = impl_->all_gather(best);  // [N, 2, B, count]
+  if (rank() != 0) return;
+  const auto* gathered = all.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < B; ++b) {
+    auto* row = logits[b * S + S - 1].mutable_data_ptr<float>();
+    std::fill(row, row + V, -std::numeric_limits<float>::infinity());
+    for (int64_t r = 0; r < world_size(); ++r) {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t at = ((r * 2) * B + b) * count + i, index = gathered[at + B * count];
+        if (index >= 0) std::memcpy(row + index, gathered + at, sizeof(float));
+      }
+    }
+  }
 }
 
 }  // namespace gptfast

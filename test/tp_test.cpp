@@ -265,7 +265,7 @@ TEST(TensorParallel, Collectives) {
     tp.all_reduce(x);
     EXPECT_TRUE(x.equal(at::full({2, 5}, 6.0F)));
     Tensor residual = at::full({4}, 10.0F);
-    tp.sum_into(residual, [&] { residual.add_(rank); });
+    tp.sum_into(residual, [&](Tensor& sum) { sum.add_(rank); });
     EXPECT_TRUE(residual.equal(at::full({4}, 13.0F)));
     Tensor token = at::full({1}, rank == 0 ? 42 : 7, at::kInt);
     tp.broadcast(token);
@@ -300,12 +300,13 @@ TEST(TensorParallel, SamplesWhatOneRankSamples) {
       const Tensor shard = at::zeros({kMaxStepRows, width});
       const int64_t mine = std::min(width, kVocab - begin);
       shard.narrow(0, 0, kRows).narrow(1, 0, mine).copy_(logits.narrow(1, begin, mine));
-      Tensor scratch = at::empty({kMaxStepRows, kVocab}),
+      Tensor gathered = at::empty({4, kMaxStepRows, width}),
+             scratch = at::empty({kMaxStepRows, kVocab}),
              next = at::empty({kMaxStepRows}, at::kInt);
-      tp.sample(rows, shard, p, scratch, next);
+      tp.sample(rows, shard, p, gathered, scratch, next);
       EXPECT_TRUE(next.narrow(0, 0, kRows).equal(expected)) << next << expected;
       shard[3][5].fill_(tp.rank() == 2 ? NAN : 0.0);
-      tp.sample(rows, shard, p, scratch, next);
+      tp.sample(rows, shard, p, gathered, scratch, next);
       EXPECT_EQ(next[3].item<int32_t>(), -1);
     }));
   }

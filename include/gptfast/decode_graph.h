@@ -26,14 +26,15 @@ class DecodeGraph {
   DecodeGraph(const DecodeGraph&) = delete;
   DecodeGraph& operator=(const DecodeGraph&) = delete;
 
-  /// The next launch feeds `tokens` [B] at position `pos`. Steps launched before and not read are
-  /// dropped.
+  /// The next launch feeds `tokens` [B] at position `pos`. No step may be unread.
   void start(const std::vector<int32_t>& tokens, int64_t pos, const SamplingParams& params);
   /// Enqueues one step; each feeds the tokens that the one before sampled. At most kMaxAhead steps
   /// may be unread.
   void launch();
   /// Waits for the oldest step that was not read: its sampled tokens [B].
   std::vector<int32_t> read();
+  /// Waits for all launched steps, which write to the model's buffers, and forgets those not read.
+  void drop();
 
   static constexpr int64_t kMaxAhead = 4;
 

@@ -85,6 +85,9 @@ struct LinearImpl : torch::nn::Module {
   /// Called once after the tensors are loaded: makes what kernels on `device` want (int4 packing,
   /// fp32 int8 scales).
   void prepare(at::Device device);
+  /// After prepare(): frees the int4 words of the file, which no kernel reads. Only the kernels'
+  /// form is left; int4_weight() and dequantize() throw.
+  void drop_words();
   /// Takes the weight of `other`, a prepared layer of the same shape and scheme; the kernels' copy
   /// is one of its own.
   void copy_from(const LinearImpl& other);

@@ -116,6 +116,8 @@ struct ConditionalFeedForwardImpl : torch::nn::Module {
   /// Called once after the tensors are loaded, before the layers' prepare(): makes the experts'
   /// layers views of `weights`.
   void bind();
+  /// After the layers' drop_words().
+  void drop_words();
 
   std::array<ExpertWeights, 3> weights;  // w1, w2, w3
   std::vector<FeedForward> experts;      // [E], not registered: they own no tensors
@@ -217,7 +219,8 @@ struct TransformerImpl : torch::nn::Module {
   bool reference_ = false;
   Tensor freqs_cis_;  // [T, Dh/2, 2] float32, rounded to the model's dtype as the original's table
   StepBuffers buffers_;
-  Tensor shard_logits_;  // [kMaxStepRows, V / ranks] where the model has ranks
+  Tensor shard_logits_;     // [kMaxStepRows, V / ranks] where the model has ranks
+  Tensor gathered_logits_;  // [ranks, kMaxStepRows, V / ranks]
   std::shared_ptr<DecodeGraph> decode_graph_;
   int64_t decode_graph_batch_ = 0;
 };
@@ -249,8 +252,10 @@ struct LoadOptions {
 Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadOptions& options);
 
 /// A model of random weights (N(0, 1) / sqrt(K), quantized at random) for benchmarks and tests.
+/// With `tp` one rank's share of such a model; only the share is ever in memory.
 Transformer random_model(const ModelArgs& config, WeightScheme scheme, at::ScalarType precision,
-                         at::Device device, uint64_t seed);
+                         at::Device device, uint64_t seed,
+                         std::shared_ptr<TensorParallel> tp = nullptr);
 
 /// Every linear layer with its name, "layers.0.attention.wqkv"; those of the experts are
 /// "layers.0.block_sparse_moe.cond_ffn.w1[3]".

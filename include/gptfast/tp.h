@@ -80,24 +80,23 @@ class TensorParallel {
   int world_size() const;        ///< all ranks
   int local_world_size() const;  ///< ranks on this host
   at::Device device() const;     ///< where this rank computes
+  /// How sum_into() adds up: "gloo", "nccl" or "one-shot" (GPUs of one host that can write to one
+  /// another's memory). ENABLE_INTRA_NODE_COMM=0 in the environment forces NCCL, 1 one-shot.
+  const char* all_reduce_path() const;
 
   /// Throws the same message on every rank, naming the first fact on which one of them disagrees
   /// with rank 0 and both values.
   using Facts = std::vector<std::pair<std::string, std::string>>;
   void check_agreement(const Facts& facts);
-  /// Ends in order: waits until all ranks have come here. Captured graphs must be gone by then.
+  /// Ends in order: waits until all ranks have come here. Captured graphs must be gone by then, and
+  /// no other member may be called after it.
   void finish();
 
   /// Adds up `x` of all ranks, in place. Contiguous, floating.
   void all_reduce(Tensor x);
-  /// Runs `add_partial`, which adds this rank's part of a row-wise product to `x`, so that x ends
-  /// as x + the whole product on every rank. `x` is the same on every rank before.
-  template <typename AddPartial>
-  void sum_into(Tensor x, AddPartial add_partial) {
-    if (rank() != 0) x.zero_();  // the residual counts once
-    add_partial();
-    all_reduce(x);
-  }
+  /// x += the sum over all ranks of what `add_partial` adds to the tensor that it is given: this
+  /// rank's part of a row-wise product. `x` is the same on every rank, before and after.
+  void sum_into(Tensor x, const std::function<void(Tensor&)>& add_partial);
   /// Rank 0's `x` on every rank, in place. Contiguous.
   void broadcast(Tensor x);
   /// Rank 0's list on every rank.
@@ -109,12 +108,18 @@ class TensorParallel {
   Tensor gather_logits(const Tensor& shard, int64_t vocab_size);
   /// The sampling of a step: next[b] on every rank from the ranks' `shard` [kMaxStepRows,
   /// head_rows]. On the CPU only the candidates that top_k and temperature leave cross the network;
-  /// logits is scratch [kMaxStepRows, V].
+  /// on GPUs, which cannot choose how much to send without asking the host, it is all logits.
+  /// `gathered` [world_size, kMaxStepRows, head_rows] and `logits` [kMaxStepRows, V] are scratch.
   void sample(const StepRows& rows, const Tensor& shard, const SamplingParams& params,
-              Tensor& logits, Tensor& next);
+              Tensor& gathered, Tensor& logits, Tensor& next);
 
  private:
   struct Impl;
+  void choose_all_reduce(std::optional<bool> one_shot);
+  /// logits [M, V] on rank 0 of all ranks' shards [M, head_rows].
+  void gather_rows(const Tensor& shard, Tensor& gathered, Tensor& logits);
+  /// The same with only the `count` largest logits of each rank and batch entry; others -inf.
+  void gather_candidates(const StepRows& rows, const Tensor& shard, int64_t count, Tensor& logits);
   explicit TensorParallel(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

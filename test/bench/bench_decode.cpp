@@ -1,5 +1,6 @@
 // bench_decode: how close decoding comes to the memory's read bandwidth. Random weights of any
-// known model, or a checkpoint.
+// known model, or a checkpoint. With --tensor_parallel the model is divided, and bytes, bandwidth
+// and plain read are those of rank 0.
 //
 // Each of kRounds rounds times a plain-read loop with the same threads and then one generate(), so
 // that both meet the same neighbours; the medians are printed.
@@ -17,7 +18,9 @@
 #include "common.h"
 #include "gptfast/generate.h"
 #include "gptfast/threads.h"
+#include "gptfast/tp.h"
 #include "ops/cpu/thread_pool.h"
+#include "ranks.h"
 #ifdef GPTFAST_CUDA
 #include "bench/cuda_read.h"
 #endif
@@ -86,6 +89,7 @@ class PlainRead {
   double measure() {
 #ifdef GPTFAST_CUDA
     if (device_.is_cuda()) {  // alone on its memory: once is enough
+      const c10::DeviceGuard guard(device_);
       if (cuda_bandwidth_ == 0) cuda_bandwidth_ = cuda_read_bandwidth();
       return cuda_bandwidth_;
     }
@@ -157,17 +161,20 @@ CommandLine command_line() {
   flags.integer("new_tokens", "tokens to generate", 200, 2, INT32_MAX);
   flags.integer("batch_size", "rows", 1, 1, kMaxStepRows);
   flags.integer("num_threads", "0: the physical cores this process may use", 0, 0, kMaxThreads);
+  declare_rank_flags(flags);
   flags.flag("json", "one JSON object on stdout");
   return flags;
 }
 
-Transformer make_model(const CommandLine& flags, at::Device device) {
+Transformer make_model(const CommandLine& flags, at::Device device,
+                       const std::shared_ptr<TensorParallel>& tp) {
   if (flags.given("checkpoint_path")) {
     return load_model(flags.get_text("checkpoint_path"),
                       {.config = flags.given("config") ? flags.get_text("config") : "",
                        .precision = at::kBFloat16,
                        .device = device,
                        .reference = false,
+                       .tp = tp,
                        .progress = {}});
   }
   const int64_t groupsize = flags.get_integer("groupsize");
@@ -176,7 +183,7 @@ Transformer make_model(const CommandLine& flags, at::Device device) {
                      ", expected 32, 64, 128 or 256");
   }
   return random_model(ModelArgs::from_name(flags.get_text("config")), scheme_of(flags),
-                      at::kBFloat16, device, /*seed=*/1);
+                      at::kBFloat16, device, /*seed=*/1, tp);
 }
 
 /// What the rounds gave.
@@ -229,6 +236,10 @@ nlohmann::ordered_json report(const CommandLine& flags, const TransformerImpl& m
     out["groupsize"] = groupsize;
   out["path"] = ops::path(model.device(), model.dtype());
   out["num_threads"] = num_threads();
+  if (const TensorParallel* tp = model.tp()) {
+    out["tensor_parallel"] = tp->world_size();
+    out["all_reduce"] = tp->all_reduce_path();
+  }
   out["prompt_tokens"] = flags.get_integer("prompt_tokens");
   out["new_tokens"] = flags.get_integer("new_tokens");
   out["batch_size"] = flags.get_integer("batch_size");
@@ -250,11 +261,14 @@ nlohmann::ordered_json report(const CommandLine& flags, const TransformerImpl& m
 
 void print(const nlohmann::ordered_json& out) {
   const auto number = [&](const char* key) { return out[key].get<double>(); };
-  printf("%s %s, %s, %d threads, %d + %d tokens, batch %d\n",
-         out["model"].get<std::string>().c_str(), out["scheme"].get<std::string>().c_str(),
-         out["path"].get<std::string>().c_str(), out["num_threads"].get<int>(),
-         out["prompt_tokens"].get<int>(), out["new_tokens"].get<int>(),
-         out["batch_size"].get<int>());
+  printf("%s %s, %s, %d threads, %d + %d tokens, batch %d", out["model"].get<std::string>().c_str(),
+         out["scheme"].get<std::string>().c_str(), out["path"].get<std::string>().c_str(),
+         out["num_threads"].get<int>(), out["prompt_tokens"].get<int>(),
+         out["new_tokens"].get<int>(), out["batch_size"].get<int>());
+  if (out.contains("tensor_parallel"))
+    printf(", %d ranks, %s", out["tensor_parallel"].get<int>(),
+           out["all_reduce"].get<std::string>().c_str());
+  printf("\n");
   printf("  %.2f tokens/s, decode only %.2f tokens/s, prefill %.1f tokens/s\n",
          number("tokens_per_sec"), number("decode_tokens_per_sec"),
          number("prefill_tokens_per_sec"));
@@ -268,12 +282,16 @@ void print(const nlohmann::ordered_json& out) {
 int bench_decode(int argc, char** argv) {
   CommandLine flags = command_line();
   if (!flags.parse(argc, argv)) return 0;
+  if (const auto status = launch_ranks(flags, argv)) return *status;
+  const auto tp = connect_ranks(flags);
   const c10::InferenceMode guard;
-  set_num_threads(static_cast<int>(flags.get_integer("num_threads")));
-  const at::Device device = parse_device(flags.get_text("device"));
+  const auto threads = static_cast<int>(flags.get_integer("num_threads"));
+  const int ranks = tp ? tp->local_world_size() : 1;  // they share the host's cores
+  set_num_threads(threads == 0 ? std::max(default_num_threads() / ranks, 1) : threads);
+  const at::Device device = tp ? tp->device() : parse_device(flags.get_text("device"));
   PlainRead read(device);
   read.measure();  // before the model takes the memory
-  Transformer model = make_model(flags, device);
+  Transformer model = make_model(flags, device, tp);
   const int64_t bytes = streamed_bytes(*model);
   Samples samples;
   for (int round = 0; round < kRounds; ++round) measure_round(model, flags, read, bytes, samples);
@@ -283,6 +301,8 @@ int bench_decode(int argc, char** argv) {
   } else {
     print(out);
   }
+  model = nullptr;
+  if (tp) tp->finish();
   return 0;
 }
 

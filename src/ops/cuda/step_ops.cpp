@@ -114,8 +114,7 @@ bool supports_attention(const Tensor& k_cache) {
 }
 
 bool supports(TransformerImpl& model) {
-  if (!model.device().is_cuda() || model.dtype() == at::kFloat || model.tp() != nullptr ||
-      model.config.num_experts > 0)
+  if (!model.device().is_cuda() || model.dtype() == at::kFloat || model.config.num_experts > 0)
     return false;
   for (const auto& module : model.modules()) {
     const auto* linear = module->as<LinearImpl>();
