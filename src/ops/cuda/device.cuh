@@ -52,6 +52,23 @@ __device__ inline void copy_async16(uint32_t dst, const void* src, bool valid, u
                : "memory");
 }
 
+__device__ inline void copy_async16(uint32_t dst, const void* src, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "l"(policy)
+               : "memory");
+}
+
+/// Copies 16 bytes where `wanted`, else does nothing.
+__device__ inline void copy_async16_if(bool wanted, uint32_t dst, const void* src,
+                                       uint64_t policy) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %0, 0;\n"
+      "@p cp.async.cg.shared.global.L2::cache_hint [%1], [%2], 16, %3;}" ::"r"(
+          static_cast<int>(wanted)),
+      "r"(dst), "l"(src), "l"(policy)
+      : "memory");
+}
+
 /// Copies 8 bytes.
 __device__ inline void copy_async8(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory");
@@ -80,6 +97,11 @@ __device__ inline uint2 load_shared8(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
   return v;
+}
+
+__device__ inline float2 load_shared_float2(uint32_t address) {
+  const uint2 v = load_shared8(address);
+  return {__uint_as_float(v.x), __uint_as_float(v.y)};
 }
 
 __device__ inline uint32_t load_shared4(uint32_t address) {

@@ -86,7 +86,7 @@ struct Float16Weights {
   /// x += w * unit, all 8 columns.
   template <int Rows, int Blocks>
   __device__ static void multiply(Accumulator (&acc)[Blocks], uint32_t slot, int /*lane*/, int unit,
-                                  const float* /*scales*/, const InputColumn (&x)[Blocks]) {
+                                  uint32_t /*scales*/, const InputColumn (&x)[Blocks]) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 a = load_shared16(slot ^ (j * 64));
@@ -119,8 +119,7 @@ struct Int8Weights {
 
   template <int Rows, int Blocks>
   __device__ static void multiply(Accumulator (&acc)[Blocks], uint32_t slot, int lane, int unit,
-                                  const float* scales /* [chunks][8] */,
-                                  const InputColumn (&x)[Blocks]) {
+                                  uint32_t scales, const InputColumn (&x)[Blocks]) {
     int sum[Blocks][4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -137,7 +136,7 @@ struct Int8Weights {
         mma_k32_int8(sum[n], a.z, b.z, a.w, b.w, v.z, v.w);
       }
     }
-    const float2 scale = *reinterpret_cast<const float2*>(scales + unit * 8 + (lane & 3) * 2);
+    const float2 scale = load_shared_float2(scales + unit * 32);
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
 #pragma unroll
@@ -161,6 +160,7 @@ struct Int4Weights {
   static constexpr int kHalfBytes = 512 + 8 * kGroups * 4;  // a unit of 8 rows
   static constexpr int kUnitStep = kHalfBytes;
   static constexpr int kSlotBytes = 2 * kHalfBytes;
+  static constexpr int kGroupLanes = 2 * kGroups;  // that copy a half's groups
   static constexpr int kParts = 2;
   static constexpr bool kInteger = true;
   static constexpr int kGroup = G;
@@ -184,18 +184,15 @@ struct Int4Weights {
 
   template <int Rows, int Blocks>
   __device__ static void multiply(Accumulator (&acc)[Blocks], uint32_t slot, int lane, int unit,
-                                  const float* scales /* [chunks][8] */,
-                                  const InputColumn (&x)[Blocks]) {
-    const int row =
-        (lane >> 2) * kGroups * 4 - lane * 16;  // from this lane's 16 bytes to its row's groups
-    const Groups groups0 = load_groups(slot + row + 512);
-    const Groups groups1 = load_groups(slot + row + kHalfBytes + 512);
+                                  uint32_t scales, const InputColumn (&x)[Blocks]) {
     const uint4 q0 = load_shared16(slot);
     const uint4 q1 = load_shared16(slot + kHalfBytes);
+    const uint32_t groups = slot - lane * 16 + 512 + (lane >> 2) * kGroups * 4;
+    const Groups groups0 = load_groups(groups, lane);
+    const Groups groups1 = load_groups(groups + kHalfBytes, lane);
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
-      const uint32_t sums = load_shared4(x[n].sums + unit * 16);
-      mma_k8(acc[n].zero, zero_operand(groups0, lane), zero_operand(groups1, lane), sums);
+      mma_k8(acc[n].zero, groups0.zeros, groups1.zeros, load_shared4(x[n].sums + unit * 16));
     }
     float part[Blocks][4] = {};
     int sum[Blocks][4];
@@ -236,7 +233,7 @@ struct Int4Weights {
         }
       }
     }
-    const float2 scale = *reinterpret_cast<const float2*>(scales + unit * 8 + (lane & 3) * 2);
+    const float2 scale = load_shared_float2(scales + unit * 32);
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
 #pragma unroll
@@ -247,34 +244,31 @@ struct Int4Weights {
     }
   }
 
+  /// What a lane needs of a row's groups in a unit. zeros is its operand of a k8 product: columns
+  /// 2t, 2t + 1 are groups; where a unit has fewer, the sums are zero (sum_position).
   struct Groups {
-    uint32_t words[kGroups];  // bfloat16 pairs: scales, then zeros; one group: scale, zero
+    uint32_t scales[(kGroups + 1) / 2];  // bfloat16 pairs
+    uint32_t zeros;
   };
 
-  __device__ static Groups load_groups(uint32_t address) {
+  __device__ static Groups load_groups(uint32_t address, int lane) {
     Groups v;
     if constexpr (kGroups == 4) {
-      const uint4 all = load_shared16(address);
-      v.words[0] = all.x, v.words[1] = all.y, v.words[2] = all.z, v.words[3] = all.w;
+      const uint2 scales = load_shared8(address);
+      v.scales[0] = scales.x, v.scales[1] = scales.y;
+      v.zeros = load_shared4(address + 8 + (lane & 1) * 4);
     } else if constexpr (kGroups == 2) {
       const uint2 all = load_shared8(address);
-      v.words[0] = all.x, v.words[1] = all.y;
-    } else {
-      v.words[0] = load_shared4(address);
+      v.scales[0] = all.x, v.zeros = all.y;
+    } else {  // a pair of scale and zero
+      v.scales[0] = v.zeros = load_shared4(address);
     }
     return v;
   }
 
   __device__ static float scale_of(const Groups& v, int group) {
-    return __uint_as_float((group & 1) != 0 ? v.words[group / 2] & 0xffff0000U
-                                            : v.words[group / 2] << 16);
-  }
-
-  /// Operand of a k8 product: columns 2t, 2t + 1 are groups; where a unit has fewer, the sums are
-  /// zero (sum_position).
-  __device__ static uint32_t zero_operand(const Groups& v, int lane) {
-    if constexpr (kGroups == 4) return (lane & 1) != 0 ? v.words[3] : v.words[2];
-    return v.words[kGroups - 1];
+    const uint32_t pair = v.scales[group / 2];
+    return __uint_as_float((group & 1) != 0 ? pair & 0xffff0000U : pair << 16);
   }
 
   /// Which of the 8 columns of the zeros' product group `i` of a unit is.

@@ -28,12 +28,14 @@ __device__ inline int first_unit(int warp, int tile, int units) {
 struct TileRange {
   int first, last, step;
 
+  /// Divisions cost a stage's critical path 1 to 2 % of a step: 32 bits, and once a kernel.
   __device__ explicit TileRange(const StageArgs& a) {
-    const auto block = static_cast<int64_t>(blockIdx.x);
-    const auto blocks = static_cast<int>(gridDim.x);
-    first = static_cast<int>(a.neighbours ? a.tiles * block / blocks : block);
-    last = static_cast<int>(a.neighbours ? a.tiles * (block + 1) / blocks : a.tiles);
-    step = a.neighbours ? 1 : blocks;
+    const unsigned block = blockIdx.x;
+    const unsigned blocks = gridDim.x;
+    const auto tiles = static_cast<unsigned>(a.tiles);
+    first = static_cast<int>(a.neighbours ? tiles * block / blocks : block);
+    last = static_cast<int>(a.neighbours ? tiles * (block + 1) / blocks : tiles);
+    step = a.neighbours ? 1 : static_cast<int>(blocks);
   }
 };
 
@@ -45,26 +47,26 @@ __device__ inline int row_bytes(const StageArgs& a) {
 /// One warp's requests for weights, in the order in which it multiplies them.
 template <class W, Stage S>
 struct Stream {
+  static constexpr bool kGated = S == Stage::kGateUp;
+
   const StageArgs& a;
   const uint64_t policy;
-  const uint32_t ring;  // where this lane writes in the first slot
   const int warp, lane;
-  uint32_t slot;  // and in the oldest slot
   const TileRange tiles;
   int tile;
-  int unit = 0;
-  const uint8_t* half0 = nullptr;  // this lane's bytes of rows 0-7 of the unit
-  const uint8_t* half1 = nullptr;  // and of rows 8-15
-  int next0 = 0;                   // row-major: from a lane's row to its other one, 4 further
+  int left = 0;                     // units of the tile that are to be requested
+  uint32_t offset = 0;              // of this lane's next 16 bytes from each of
+  const uint8_t* half0 = nullptr;   // rows 0-7 of the tile
+  const uint8_t* half1 = nullptr;   // rows 8-15
+  const uint8_t* groups = nullptr;  // int4: this lane's piece of the groups of one of them
+  int next0 = 0;                    // row-major: from a lane's row to its other one, 4 further
   int next1 = 0;
 
-  __device__ Stream(const StageArgs& args, uint32_t ring_base, int warp_index, int lane_index)
+  __device__ Stream(const StageArgs& args, int warp_index, int lane_index)
       : a(args),
         policy(evict_first_policy()),
-        ring(ring_base + W::write_offset(lane_index)),
         warp(warp_index),
         lane(lane_index),
-        slot(ring),
         tiles(args),
         tile(tiles.first) {
     open_tile();
@@ -73,67 +75,61 @@ struct Stream {
   /// Finds the next tile from `tile` on with units for this warp. A gated pair's tile has 8 rows of
   /// each weight; rows past the end repeat the last one and their results are dropped.
   __device__ void open_tile() {
+    int unit = 0;
     for (; tile < tiles.last; tile += tiles.step) {
       unit = first_unit(warp, tile, a.units);
       if (unit < a.units) break;
     }
-    if (tile >= tiles.last) return;
-    constexpr bool kGated = S == Stage::kGateUp;
+    if (tile >= tiles.last) return;  // `left` is zero
+    left = (a.units - unit + kWarps - 1) / kWarps;
     const uint8_t* data0 = static_cast<const uint8_t*>(a.w.data);
     const uint8_t* data1 = kGated ? static_cast<const uint8_t*>(a.w.data2) : data0;
     if constexpr (W::kGroup > 0) {
       const int64_t bytes = a.units * W::kHalfBytes;
-      half0 = data0 + bytes * (kGated ? tile : 2 * tile) + lane * 16;
-      half1 = data1 + bytes * (kGated ? tile : 2 * tile + 1) + lane * 16;
+      offset = unit * W::kUnitStep + lane * 16;
+      half0 = data0 + bytes * (kGated ? tile : 2 * tile);
+      half1 = data1 + bytes * (kGated ? tile : 2 * tile + 1);
+      groups = (lane < W::kGroupLanes ? half0 : half1 - W::kGroupLanes * 16) + 512;
     } else {
       const int pitch = row_bytes<W>(a);
-      const int end = a.w.n - 1;
-      const int row0 = min(tile * (kGated ? 8 : 16) + (lane >> 3), end);
-      const int row1 = kGated ? row0 : min(row0 + 8, end);
-      half0 = data0 + static_cast<int64_t>(row0) * pitch + (lane & 7) * 16;
-      half1 = data1 + static_cast<int64_t>(row1) * pitch + (lane & 7) * 16;
-      next0 = min(4, end - row0) * pitch;
-      next1 = min(4, end - row1) * pitch;
+      const int last = a.w.n - 1;
+      const int row0 = min(tile * (kGated ? 8 : 16) + (lane >> 3), last);
+      const int row1 = kGated ? row0 : min(row0 + 8, last);
+      offset = unit * W::kUnitStep + (lane & 7) * 16;
+      half0 = data0 + static_cast<int64_t>(row0) * pitch;
+      half1 = data1 + static_cast<int64_t>(row1) * pitch;
+      next0 = min(4, last - row0) * pitch;
+      next1 = min(4, last - row1) * pitch;
     }
-    half0 += unit * W::kUnitStep;
-    half1 += unit * W::kUnitStep;
   }
 
-  /// Requests the next unit into the oldest slot. Always commits a group, so that the number in
-  /// flight is known.
-  __device__ void request() {
-    if (tile < tiles.last) {
-      copy();
-      unit += kWarps;
-      half0 += kWarps * W::kUnitStep;
-      half1 += kWarps * W::kUnitStep;
-      if (unit >= a.units) {
+  /// Requests the next unit into `slot`, where this lane's first piece goes. Always commits a
+  /// group, so that the number in flight is known.
+  __device__ void request(uint32_t slot) {
+    if (left > 0) {
+      copy(slot);
+      offset += kWarps * W::kUnitStep;
+      if (--left == 0) {
         tile += tiles.step;
         open_tile();
       }
     }
     commit_copies();
-    slot = next_slot<W>(slot, ring);
   }
 
-  __device__ void copy() const {
+  __device__ void copy(uint32_t slot) const {
     if constexpr (W::kGroup == 0) {  // 8 lanes a row: whole 128-byte lines
-      const bool in = unit * kUnitXBytes + (lane & 7) * 16 < row_bytes<W>(a);
-      const int back = in ? 0 : -unit * kUnitXBytes;
-      copy_async16(slot, half0 + back, in, policy);
-      copy_async16(slot + 512, half0 + back + next0, in, policy);
-      copy_async16(slot + 1024, half1 + back, in, policy);
-      copy_async16(slot + 1536, half1 + back + next1, in, policy);
+      const bool in = offset < static_cast<uint32_t>(row_bytes<W>(a));
+      const uint32_t from = in ? offset : 0;
+      copy_async16(slot, half0 + from, in, policy);
+      copy_async16(slot + 512, half0 + next0 + from, in, policy);
+      copy_async16(slot + 1024, half1 + from, in, policy);
+      copy_async16(slot + 1536, half1 + next1 + from, in, policy);
     } else {
-      copy_async16(slot, half0, true, policy);
-      copy_async16(slot + W::kHalfBytes, half1, true, policy);
-      constexpr int kLanes = (W::kHalfBytes - 512) / 16;  // that copy a half's groups
-      if (lane < 2 * kLanes) {
-        const bool second = lane >= kLanes;
-        const int shift = 512 - (second ? kLanes * 16 : 0);
-        copy_async16(slot + (second ? W::kHalfBytes : 0) + shift, (second ? half1 : half0) + shift,
-                     true, policy);
-      }
+      copy_async16(slot, half0 + offset, policy);
+      copy_async16(slot + W::kHalfBytes, half1 + offset, policy);
+      const int shift = lane < W::kGroupLanes ? 512 : W::kHalfBytes + 512 - W::kGroupLanes * 16;
+      copy_async16_if(lane < 2 * W::kGroupLanes, slot + shift, groups + offset, policy);
     }
   }
 };
@@ -296,13 +292,18 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int rows = Rows == 1 ? 1 : a.in.rows;
   const SharedLayout s = shared_layout<W>(rows, a.padded_k, a.batch, a.norm_bytes);
-  const uint32_t ring = shared_address(shared) + warp * kDepth * W::kSlotBytes;
+  // This lane reads a slot from `first` on and writes it from `first + shift` on.
+  const uint32_t first =
+      shared_address(shared) + warp * kDepth * W::kSlotBytes + W::read_offset(lane);
+  uint32_t end = first + kDepth * W::kSlotBytes;
+  asm volatile("" : "+r"(end));  // kept in a register: five instructions of every unit otherwise
+  const int shift = W::write_offset(lane) - W::read_offset(lane);
 
   clear_sums<W>(shared, s, rows);
   if constexpr (kNorm) request_norm<W>(a, shared, s, warp, lane);
-  Stream<W, S> stream(a, ring, warp, lane);
+  Stream<W, S> stream(a, warp, lane);
 #pragma unroll 1
-  for (int i = 0; i < kDepth; ++i) stream.request();
+  for (uint32_t slot = first; slot != end; slot += W::kSlotBytes) stream.request(slot + shift);
   wait_for_predecessor();
   if constexpr (kNorm) wait_copies<kDepth>();
   load_input<W, kNorm>(a, shared, s, warp, lane);
@@ -319,11 +320,10 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
     x[b].values = shared_address(shared) + s.values + (part * rows + m) * s.pitch + (lane & 3) * 16;
     x[b].sums = shared_address(shared) + s.sums + (part * rows + m) * s.sums_pitch + (lane & 3) * 4;
   }
-  const float* scales = reinterpret_cast<const float*>(shared + s.scales);
+  const uint32_t scales = shared_address(shared) + s.scales + (lane & 3) * 8;
   float* partials = reinterpret_cast<float*>(shared + s.partial);
-  const uint32_t first_slot = ring + W::read_offset(lane);
-  uint32_t slot = first_slot;
-  const TileRange tiles(a);
+  uint32_t slot = first;
+  const TileRange& tiles = stream.tiles;
   int tile = tiles.first;
   while (tile < tiles.last) {
     Epilogue<S> epilogue[2];  // of the tile that this warp finishes: its items lane and lane + 32
@@ -338,10 +338,11 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
       typename W::Accumulator acc[Blocks];
       for (int unit = first_unit(warp, tile, a.units); unit < a.units; unit += kWarps) {
         wait_copies<kDepth - 1>();
-        if constexpr (W::kGroup == 0) __syncwarp();  // lanes read what others copied
+        __syncwarp();  // lanes read what others copied
         W::template multiply<Rows>(acc, slot, lane, unit, scales, x);
-        stream.request();
-        slot = next_slot<W>(slot, first_slot);
+        stream.request(slot + shift);
+        slot += W::kSlotBytes;
+        if (slot == end) slot = first;
       }
       store_partial<W, Blocks>(acc, partials + (i * rows * kWarps + warp) * kTileRows, rows, lane);
     }

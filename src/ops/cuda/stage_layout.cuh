@@ -46,12 +46,6 @@ __host__ __device__ constexpr int ring_depth() {
   return kRingBytes / kWarps / W::kSlotBytes;
 }
 
-template <class W>
-__device__ inline uint32_t next_slot(uint32_t slot, uint32_t ring) {
-  const uint32_t next = slot + W::kSlotBytes;
-  return next == ring + static_cast<uint32_t>(ring_depth<W>() * W::kSlotBytes) ? ring : next;
-}
-
 constexpr int kPartialBytes = kWarps * kTileRows * 4;  // sums of a tile and an input row
 
 template <class W>
