@@ -229,6 +229,61 @@ TEST_F(CudaTest, AttentionMatchesPlainATenUpToTheLongestContext) {
   }
 }
 
+/// Long caches take another kernel (attention.cu), whose results must not differ.
+TEST_F(CudaTest, AttentionDoesNotDependOnTheAllocatedLength) {
+  for (const auto& [heads, local_heads, head_dim] :
+       {std::array<int64_t, 3>{32, 32, 128}, {8, 2, 128}, {5, 1, 80}, {12, 4, 64}, {4, 4, 40}}) {
+    const auto options = at::TensorOptions(kGpu).dtype(at::kBFloat16);
+    const Tensor k = at::randn({2, local_heads, 65536, head_dim}, options);
+    const Tensor v = at::randn({2, local_heads, 65536, head_dim}, options);
+    const Tensor q = at::randn({8, heads, head_dim}, floats());
+    const auto attend = [&](int64_t length, int64_t pos, int64_t S) {
+      Tensor partials = at::zeros({8, heads, length / kAttentionSplit + 1, head_dim + 2}, floats());
+      Tensor y = at::zeros({8, heads * head_dim}, floats());
+      const StepRows rows{.tokens = at::zeros({2, S}, ints()),
+                          .pos = at::tensor({pos, pos / 2}, ints()),
+                          .slot = at::tensor({1, 0}, ints())};
+      ops::attention_decode(rows, q, k.narrow(2, 0, length).contiguous(),
+                            v.narrow(2, 0, length).contiguous(), partials, y);
+      Tensor again = at::zeros_like(y);  // the counters of finished chunks are where they were
+      ops::attention_decode(rows, q, k.narrow(2, 0, length).contiguous(),
+                            v.narrow(2, 0, length).contiguous(), partials, again);
+      EXPECT_TRUE(at::equal(y, again));
+      return y.narrow(0, 0, 2 * S).clone();
+    };
+    for (const int64_t pos : {0, 3, 254, 255, 256, 1000}) {
+      EXPECT_TRUE(at::equal(attend(65536, pos, 4), attend(1024, pos, 4)))
+          << heads << " heads of " << head_dim << " at " << pos;
+      EXPECT_TRUE(at::equal(attend(65536, pos, 1)[0], attend(1024, pos, 4)[0])) << "one row";
+    }
+  }
+}
+
+/// Random caches, Llama-3.1's stretched rotations.
+TEST_F(CudaTest, StepAgreesWithForwardAtLongPositions) {
+  ModelArgs config = odd_config();
+  config.head_dim = 64;
+  config.block_size = 131072;
+  config.rope_base = 500000;
+  config.rope_scaling = RopeScaling{.factor = 8,
+                                    .low_freq_factor = 1,
+                                    .high_freq_factor = 4,
+                                    .original_max_position_embeddings = 8192};
+  Transformer model = random_model(config, {WeightFormat::kBFloat16}, at::kBFloat16, kGpu, 3);
+  model->setup_caches(/*max_batch_size=*/1, config.block_size);
+  for (auto& layer : model->layers) {
+    layer->attention->kv_cache.k_cache.normal_();
+    layer->attention->kv_cache.v_cache.normal_();
+  }
+  for (const int64_t pos : {255, 256, 257, 8191, 131071}) {
+    const Tensor token = at::full({1, 1}, 7, ints());
+    const Tensor expected = model->forward(token, at::full({1}, pos, ints().dtype(at::kLong)))[0];
+    const SamplingParams greedy = make_sampling_params({.temperature = 0}, 1, kGpu);
+    model->step(token, at::full({1}, pos, ints()), at::zeros({1}, ints()), greedy);
+    EXPECT_LT(relative_difference(model->step_logits(1), expected), 3e-2) << pos;
+  }
+}
+
 TEST_F(CudaTest, PackedInt4HoldsTheCanonicalValues) {
   for (const int64_t g : {32, 64, 128, 256}) {
     const int64_t n = 37, k = 616, groups = (k + g - 1) / g;
