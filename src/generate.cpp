@@ -11,6 +11,7 @@
 #include "gptfast/tp.h"
 #ifdef GPTFAST_CUDA
 #include "gptfast/decode_graph.h"
+#include "gptfast/speculative_graph.h"
 #endif
 
 namespace gptfast {
@@ -195,6 +196,29 @@ void decode_n_tokens(DecodeGraph& graph, const std::vector<int32_t>& token, int6
   }
   graph.drop();
 }
+
+/// Captured rounds until the text has `end` tokens; `text` starts as all tokens so far. Returns how
+/// many rounds added i + 1 tokens, for each i.
+std::vector<int64_t> decode_speculatively(SpeculativeGraph& graph, const std::vector<int32_t>& text,
+                                          int64_t end, const GenerateOptions& options,
+                                          RowCollector& collector) {
+  const int64_t most = options.speculate_k + 1;  // tokens of a round
+  std::vector<int64_t> accept_counts(static_cast<size_t>(most));
+  graph.start(text, end, options.sampling);
+  auto size = static_cast<int64_t>(text.size());
+  int64_t unread = 0;
+  for (bool go_on = true; go_on && size < end; --unread) {
+    // The next round is on its way before the host sees a token, unless this may be the last one.
+    for (; unread == 0 || (unread == 1 && size + most < end); ++unread) graph.launch();
+    const std::vector<int32_t> added = graph.read();
+    ++accept_counts[added.size() - 1];
+    for (const int32_t token : added) {
+      if (!go_on) break;
+      go_on = collector.push({token}, size++ - 1);
+    }
+  }
+  return accept_counts;
+}
 #endif
 
 /// Rounds of draft, verification and acceptance until max_new_tokens are there (`first`, sampled by
@@ -211,6 +235,15 @@ std::vector<int64_t> decode_speculatively(Transformer& model, const std::vector<
 
   std::vector<int32_t> text = prompt;  // all tokens so far; the last one is in no cache yet
   text.push_back(first);
+#ifdef GPTFAST_CUDA
+  const std::shared_ptr<TransformerImpl> drafting =
+      options.draft_model != nullptr ? options.draft_model->ptr() : nullptr;
+  if (max_new_tokens > 1 && !options.return_logits &&
+      SpeculativeGraph::supported(*model, drafting.get())) {
+    return decode_speculatively(model->speculative_graph(drafting, options.speculate_k), text,
+                                T + max_new_tokens, options, collector);
+  }
+#endif
   const auto end = static_cast<size_t>(T + max_new_tokens);
   for (bool go_on = true; go_on && text.size() < end;) {
     const auto pos = static_cast<int64_t>(text.size()) - 1;

@@ -262,6 +262,7 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
   seq_length = std::max(max_seq_length, find_multiple(seq_length, 8));
   max_batch_size = max_seq_length = 0;  // until there are new ones
   decode_graph_.reset();
+  speculative_graph_.reset();
 #ifdef GPTFAST_CUDA
   if (device().is_cuda()) {
     for (auto& layer : layers) layer->attention->kv_cache = {};

@@ -25,6 +25,7 @@
 namespace gptfast {
 
 class DecodeGraph;
+class SpeculativeGraph;
 class StateDict;
 class TensorParallel;
 
@@ -180,6 +181,9 @@ struct TransformerImpl : torch::nn::Module {
   /// CUDA builds: the captured step for `batch_size` rows of one token, kept until the caches
   /// change.
   DecodeGraph& decode_graph(int64_t batch_size);
+  /// CUDA builds: the captured speculative round, kept likewise. `draft`: its model, nullptr for
+  /// lookup; its caches must exist.
+  SpeculativeGraph& speculative_graph(const std::shared_ptr<TransformerImpl>& draft, int64_t k);
 
   /// Plain ATen everywhere (--reference): forward() uses no matrix kernels of ours and generate()
   /// decodes through forward().
@@ -223,6 +227,7 @@ struct TransformerImpl : torch::nn::Module {
   Tensor gathered_logits_;  // [ranks, kMaxStepRows, V / ranks]
   std::shared_ptr<DecodeGraph> decode_graph_;
   int64_t decode_graph_batch_ = 0;
+  std::shared_ptr<SpeculativeGraph> speculative_graph_;
 };
 TORCH_MODULE(Transformer);
 

@@ -14,14 +14,17 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <span>
+#include <sstream>
 
 #include "common.h"
 #include "gptfast/generate.h"
+#include "gptfast/speculative.h"
 #include "gptfast/threads.h"
 #include "gptfast/tp.h"
 #include "ops/cpu/thread_pool.h"
 #include "ranks.h"
 #ifdef GPTFAST_CUDA
+#include "bench/bench_speculation.h"
 #include "bench/cuda_read.h"
 #endif
 
@@ -141,8 +144,9 @@ int64_t streamed_bytes(const TransformerImpl& model) {
   return total + experts / model.config.num_experts * model.config.num_activated_experts;
 }
 
-WeightScheme scheme_of(const CommandLine& flags) {
-  const std::string name = flags.get_text("scheme");
+/// flag: "scheme" or "draft_scheme".
+WeightScheme scheme_of(const CommandLine& flags, const char* flag) {
+  const std::string name = flags.get_text(flag);
   if (name == "int8") return {.format = WeightFormat::kInt8};
   if (name == "int4")
     return {.format = WeightFormat::kInt4, .groupsize = flags.get_integer("groupsize")};
@@ -160,6 +164,12 @@ CommandLine command_line() {
   flags.integer("prompt_tokens", "length of the prompt", 5, 1, INT32_MAX);
   flags.integer("new_tokens", "tokens to generate", 200, 2, INT32_MAX);
   flags.integer("batch_size", "rows", 1, 1, kMaxStepRows);
+  flags.text("draft_config", "measure speculation too, on CUDA: known model that drafts");
+  flags.choice("draft", "lookup: measure the verification of lookup's drafts", "", {"lookup"});
+  flags.choice("draft_scheme", "the draft's weights", "bf16", {"bf16", "int8", "int4"});
+  flags.integer("speculate_k", "drafted tokens of a round", 4, 1, kMaxSpeculateK);
+  flags.text("mean_accepted", "drafts a round is made to accept on average: numbers and commas",
+             "1.9,2.3,3");
   flags.integer("num_threads", "0: the physical cores this process may use", 0, 0, kMaxThreads);
   declare_rank_flags(flags);
   flags.flag("json", "one JSON object on stdout");
@@ -182,9 +192,48 @@ Transformer make_model(const CommandLine& flags, at::Device device,
     throw UsageError("--groupsize is " + std::to_string(groupsize) +
                      ", expected 32, 64, 128 or 256");
   }
-  return random_model(ModelArgs::from_name(flags.get_text("config")), scheme_of(flags),
+  return random_model(ModelArgs::from_name(flags.get_text("config")), scheme_of(flags, "scheme"),
                       at::kBFloat16, device, /*seed=*/1, tp);
 }
+
+std::vector<double> means_of(const CommandLine& flags) {
+  std::vector<double> means;
+  std::istringstream list(flags.get_text("mean_accepted"));
+  for (std::string word; std::getline(list, word, ',');) {
+    size_t used = 0;
+    double mean = -1;
+    try {
+      mean = std::stod(word, &used);
+    } catch (const std::exception&) {
+    }
+    if (used != word.size() || !(mean >= 0 && mean <= flags.get_integer("speculate_k"))) {
+      throw UsageError("--mean_accepted has '" + word +
+                       "', expected numbers from 0 to --speculate_k");
+    }
+    means.push_back(mean);
+  }
+  return means;
+}
+
+#ifdef GPTFAST_CUDA
+nlohmann::ordered_json run_speculation(Transformer& model, const CommandLine& flags,
+                                       const std::vector<double>& means,
+                                       double plain_tokens_per_sec) {
+  Transformer draft{nullptr};
+  if (flags.given("draft_config")) {
+    draft = random_model(ModelArgs::from_name(flags.get_text("draft_config")),
+                         scheme_of(flags, "draft_scheme"), at::kBFloat16, model->device(),
+                         /*seed=*/2);
+    check_draft_model(*draft, *model, /*max_seq_length=*/0);
+  }
+  return measure_speculation(model, {.draft = draft ? &draft : nullptr,
+                                     .k = flags.get_integer("speculate_k"),
+                                     .mean_accepted = means,
+                                     .prompt_tokens = flags.get_integer("prompt_tokens"),
+                                     .new_tokens = flags.get_integer("new_tokens"),
+                                     .plain_tokens_per_sec = plain_tokens_per_sec});
+}
+#endif
 
 /// What the rounds gave.
 struct Samples {
@@ -277,6 +326,9 @@ void print(const nlohmann::ordered_json& out) {
   printf("  outside weight streaming, us per token: p10 %.0f, median %.0f, p90 %.0f, p99 %.0f\n",
          out["overhead_us"]["p10"].get<double>(), out["overhead_us"]["p50"].get<double>(),
          out["overhead_us"]["p90"].get<double>(), out["overhead_us"]["p99"].get<double>());
+#ifdef GPTFAST_CUDA
+  if (out.contains("speculation")) print_speculation(out["speculation"]);
+#endif
 }
 
 int bench_decode(int argc, char** argv) {
@@ -289,13 +341,23 @@ int bench_decode(int argc, char** argv) {
   const int ranks = tp ? tp->local_world_size() : 1;  // they share the host's cores
   set_num_threads(threads == 0 ? std::max(default_num_threads() / ranks, 1) : threads);
   const at::Device device = tp ? tp->device() : parse_device(flags.get_text("device"));
+  const bool speculation = flags.given("draft") || flags.given("draft_config");
+  if (speculation && (tp || !device.is_cuda() || flags.get_integer("batch_size") != 1))
+    throw UsageError("speculation is measured with --device cuda, --batch_size 1 and one rank");
+  const auto means = flags.given("draft_config") ? means_of(flags) : std::vector<double>();
   PlainRead read(device);
   read.measure();  // before the model takes the memory
   Transformer model = make_model(flags, device, tp);
   const int64_t bytes = streamed_bytes(*model);
   Samples samples;
   for (int round = 0; round < kRounds; ++round) measure_round(model, flags, read, bytes, samples);
-  const nlohmann::ordered_json out = report(flags, *model, bytes, samples);
+  nlohmann::ordered_json out = report(flags, *model, bytes, samples);
+#ifdef GPTFAST_CUDA
+  if (speculation) {
+    out["speculation"] =
+        run_speculation(model, flags, means, out["decode_tokens_per_sec"].get<double>());
+  }
+#endif
   if (flags.get_flag("json")) {
     std::cout << out.dump() << std::endl;
   } else {
