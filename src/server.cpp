@@ -160,7 +160,7 @@ class Server::Impl {
                 response.status == 404 ? "there is no " + request.method + " " + request.path
                                        : "the request could not be read");
     });
-    http_.set_exception_handler([](const auto&, auto& response, std::exception_ptr) {
+    http_.set_exception_handler([](const auto&, auto& response, const std::exception_ptr&) {
       set_error(response, 500, "the server failed to answer this request");
     });
   }
