@@ -1,7 +1,6 @@
 #include "common.h"
 
 #include <ATen/Context.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
@@ -347,7 +346,7 @@ at::Device parse_device(const std::string& text) {
   }
   if (default_device() == "cpu")
     throw UsageError("--device " + text + ": this build or this machine has no CUDA device");
-  const auto count = static_cast<int>(at::detail::getCUDAHooks().deviceCount());
+  const auto count = static_cast<int>(at::getNumGPUs());
   if (*index >= count) {
     throw UsageError("--device " + text + ": this machine has " + std::to_string(count) +
                      " CUDA device(s), cuda:0 to cuda:" + std::to_string(count - 1));

@@ -1,7 +1,6 @@
 #include "gptfast/tp.h"
 
 #include <ATen/ATen.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -190,7 +189,7 @@ std::optional<RankInfo> rank_from_environment() {
 
 at::Device device_of_rank(const RankInfo& info, at::Device requested) {
   if (!requested.is_cuda()) return requested;
-  const auto gpus = static_cast<int>(at::detail::getCUDAHooks().deviceCount());
+  const auto gpus = static_cast<int>(at::getNumGPUs());
   const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
   TORCH_CHECK(info.local_rank < gpus, "rank ", info.rank, " is number ", info.local_rank + 1,
               " on its host, which shows ", gpus, " GPUs",
