@@ -128,8 +128,8 @@ bool holds_tiles(const StateDict& tensors, const ModelArgs& config, Int4Layout l
     if (!fqn) continue;
     const Tensor& weight = tensors.at(*fqn + ".weight");
     if (weight.dim() != 4) return false;
-    const auto codes = [&](Int4Layout guess) {
-      return unpack_int4(weight, scales_and_zeros, in_features_of(*fqn, config), guess, *fqn).q;
+    const auto codes = [&, &scales = scales_and_zeros](Int4Layout guess) {
+      return unpack_int4(weight, scales, in_features_of(*fqn, config), guess, *fqn).q;
     };
     return codes(Int4Layout::kAuto).equal(codes(Int4Layout::kCuda));
   }
