@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -45,7 +46,7 @@ double seconds_since(Clock::time_point start) {
 double quantile(std::vector<double> values, double p) {
   if (values.empty()) return 0;
   std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(p * static_cast<double>(values.size() - 1) + 0.5)];
+  return values[static_cast<size_t>(std::lround(p * static_cast<double>(values.size() - 1)))];
 }
 
 double median(const std::vector<double>& values) {
@@ -111,8 +112,8 @@ class PlainRead {
  private:
   at::Device device_;
   std::byte* data_ = nullptr;
-  double cuda_bandwidth_ = 0;
-  std::atomic<uint64_t> checksum_{0};  // keeps the reads
+  [[maybe_unused]] double cuda_bandwidth_ = 0;  // unused without CUDA
+  std::atomic<uint64_t> checksum_{0};           // keeps the reads
 };
 
 int64_t streamed_bytes(const LinearImpl& linear) {
