@@ -58,17 +58,6 @@ __device__ inline void copy_async16(uint32_t dst, const void* src, uint64_t poli
                : "memory");
 }
 
-/// Copies 16 bytes where `wanted`, else does nothing.
-__device__ inline void copy_async16_if(bool wanted, uint32_t dst, const void* src,
-                                       uint64_t policy) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %0, 0;\n"
-      "@p cp.async.cg.shared.global.L2::cache_hint [%1], [%2], 16, %3;}" ::"r"(
-          static_cast<int>(wanted)),
-      "r"(dst), "l"(src), "l"(policy)
-      : "memory");
-}
-
 /// Copies 8 bytes.
 __device__ inline void copy_async8(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory");

@@ -59,6 +59,7 @@ struct Stream {
   const uint8_t* half0 = nullptr;   // rows 0-7 of the tile
   const uint8_t* half1 = nullptr;   // rows 8-15
   const uint8_t* groups = nullptr;  // int4: this lane's piece of the groups of one of them
+  int groups_slot = 0;              // and where it goes
   int next0 = 0;                    // row-major: from a lane's row to its other one, 4 further
   int next1 = 0;
 
@@ -89,7 +90,13 @@ struct Stream {
       offset = unit * W::kUnitStep + lane * 16;
       half0 = data0 + bytes * (kGated ? tile : 2 * tile);
       half1 = data1 + bytes * (kGated ? tile : 2 * tile + 1);
-      groups = (lane < W::kGroupLanes ? half0 : half1 - W::kGroupLanes * 16) + 512;
+      // Two halves have fewer pieces than there are lanes. Lanes that copy what others copy cost
+      // nothing; leaving them out costs Llama-2-70B 4 % on an H200.
+      const int piece = lane % (2 * W::kGroupLanes);
+      const bool second = piece >= W::kGroupLanes;
+      const int shift = 512 + (piece - lane) * 16;
+      groups = (second ? half1 - W::kGroupLanes * 16 : half0) + shift;
+      groups_slot = (second ? W::kHalfBytes - W::kGroupLanes * 16 : 0) + shift;
     } else {
       const int pitch = row_bytes<W>(a);
       const int last = a.w.n - 1;
@@ -128,8 +135,7 @@ struct Stream {
     } else {
       copy_async16(slot, half0 + offset, policy);
       copy_async16(slot + W::kHalfBytes, half1 + offset, policy);
-      const int shift = lane < W::kGroupLanes ? 512 : W::kHalfBytes + 512 - W::kGroupLanes * 16;
-      copy_async16_if(lane < 2 * W::kGroupLanes, slot + shift, groups + offset, policy);
+      copy_async16(slot + groups_slot, groups + offset, policy);
     }
   }
 };
