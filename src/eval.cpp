@@ -2,8 +2,10 @@
 #include "gptfast/eval.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/log_softmax.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
@@ -12,6 +14,7 @@
 #include <span>
 
 #include "eval_text.h"
+#include "gptfast/threads.h"
 #include "gptfast/tokenizer.h"
 
 namespace gptfast {
@@ -125,14 +128,15 @@ class Scorer {
   Scorer(Transformer& model, int64_t batch_size, int64_t longest)
       : model_(model), batch_rows_(std::clamp<int64_t>(kMaxCacheTokens / longest, 1, batch_size)) {}
 
-  /// Rows of the groups that one run() may take; a single group may have more.
-  int64_t max_rows() const { return 2 * batch_rows_; }
+  /// Rows of the groups that one run() may take; a single group may have more. Batches of rows of
+  /// about the same length are chosen among these.
+  int64_t max_rows() const { return 4 * batch_rows_; }
 
   void run(std::span<const Group*> groups, std::vector<std::vector<Score>>& scores) {
-    int64_t prefix = groups.front()->prefix;
+    int64_t prefix = 0;
     int64_t longest = 1;
     for (const Group* group : groups) {
-      prefix = std::min(prefix, group->prefix);
+      prefix = std::max(prefix, group->prefix);
       longest = std::max(longest, group->longest());
     }
     const int64_t items = prefix > 0 ? std::ssize(groups) : 0;
@@ -143,7 +147,7 @@ class Scorer {
     std::vector<WorkRow> rows;
     for (size_t slot = 0; slot < groups.size(); ++slot) {
       for (const Row& row : groups[slot]->rows) {
-        rows.push_back({&row, static_cast<int64_t>(slot)});
+        rows.push_back({&row, static_cast<int64_t>(slot), groups[slot]->prefix});
       }
     }
     std::stable_sort(rows.begin(), rows.end(), [](const WorkRow& a, const WorkRow& b) {
@@ -151,14 +155,15 @@ class Scorer {
     });
     for (size_t begin = 0; begin < rows.size(); begin += batch_rows_) {
       const size_t size = std::min<size_t>(batch_rows_, rows.size() - begin);
-      run_rows(std::span(rows).subspan(begin, size), prefix, items, scores);
+      run_rows(std::span(rows).subspan(begin, size), items, scores);
     }
   }
 
  private:
   struct WorkRow {
     const Row* row;
-    int64_t slot;  // of its item
+    int64_t slot;    // of its item
+    int64_t prefix;  // positions of that slot that are the row's
   };
 
   Tensor positions(int64_t begin, int64_t end) const {
@@ -177,6 +182,7 @@ class Scorer {
     return idx.to(model_->device());
   }
 
+  /// Positions [0, prefix) of every group, of which its own prefix counts.
   void run_prefixes(std::span<const Group*> groups, int64_t prefix) {
     std::vector<const Row*> rows;
     for (const Group* group : groups) {
@@ -201,29 +207,29 @@ class Scorer {
     }
   }
 
-  void run_rows(std::span<const WorkRow> rows, int64_t prefix, int64_t first_slot,
+  void run_rows(std::span<const WorkRow> rows, int64_t first_slot,
                 std::vector<std::vector<Score>>& scores) {
-    if (prefix > 0) {
-      copy_prefixes(rows, prefix, first_slot);
-    }
     std::vector<const Row*> plain;
+    int64_t prefix = rows.front().prefix;
     for (const WorkRow& work : rows) {
       plain.push_back(work.row);
+      prefix = std::min(prefix, work.prefix);
+    }
+    if (prefix > 0) {
+      copy_prefixes(rows, prefix, first_slot);
     }
     const int64_t longest = plain.front()->length();
     const int64_t step =
         std::max<int64_t>(1, kMaxLogits / (std::ssize(rows) * model_->config.vocab_size));
     for (int64_t begin = prefix; begin < longest; begin += step) {
       const int64_t end = std::min(longest, begin + step);
-      const Tensor logits =
-          model_->forward(tokens(plain, begin, end), positions(begin, end), first_slot);
-      add_scores(plain, logits, begin, end, scores);
+      add_scores(plain, begin, end, first_slot, scores);
     }
   }
 
-  /// Adds what logits [R, end - begin, V] of positions [begin, end) say about the rows' targets.
-  static void add_scores(const std::vector<const Row*>& rows, const Tensor& logits, int64_t begin,
-                         int64_t end, std::vector<std::vector<Score>>& scores) {
+  /// Runs positions [begin, end) of the rows and adds what their logits say about the targets.
+  void add_scores(const std::vector<const Row*>& rows, int64_t begin, int64_t end,
+                  int64_t first_slot, std::vector<std::vector<Score>>& scores) {
     std::vector<int64_t> where;
     std::vector<int64_t> targets;
     std::vector<Score*> owners;
@@ -236,25 +242,37 @@ class Scorer {
         owners.push_back(&scores[row.item][row.choice]);
       }
     }
+    const Tensor scored =
+        model_->logits_at(tokens(rows, begin, end), positions(begin, end),
+                          at::tensor(where, at::kLong).to(model_->device()), first_slot);  // [n, V]
     if (where.empty()) {
       return;
     }
-    const Tensor scored =
-        logits.flatten(0, 1).index_select(0, at::tensor(where).to(logits.device()));  // [n, V]
-    const Tensor expected = at::tensor(targets).to(logits.device());
-    const Tensor greedy = scored.argmax(/*dim=*/-1).eq(expected).cpu();
-    const Tensor logprobs = at::log_softmax(scored, /*dim=*/-1, at::kFloat)
-                                .gather(1, expected.unsqueeze(1))
-                                .squeeze(1)
-                                .cpu();
+    const Tensor expected = at::tensor(targets).to(scored.device());
+    const int64_t count = scored.size(0);
+    std::vector<Tensor> parts(scored.is_cpu() ? std::min<int64_t>(num_threads(), count)
+                                              : 1);  // [2, n']: log p, greedy
+    parallel_for(std::ssize(parts), [&](int64_t p) {
+      const c10::InferenceMode inference;
+      const int64_t begin = count * p / std::ssize(parts);
+      const int64_t size = count * (p + 1) / std::ssize(parts) - begin;
+      const Tensor rows = scored.narrow(0, begin, size);
+      const Tensor tokens = expected.narrow(0, begin, size);
+      const Tensor logprobs =
+          at::log_softmax(rows, /*dim=*/-1, at::kFloat).gather(1, tokens.unsqueeze(1)).squeeze(1);
+      parts[p] = at::stack({logprobs, rows.argmax(/*dim=*/-1).eq(tokens).to(at::kFloat)});
+    });
+    const Tensor found = at::cat(parts, /*dim=*/1).cpu();
+    const float* logprobs = found.const_data_ptr<float>();
+    const float* greedy = logprobs + count;
     for (size_t i = 0; i < owners.size(); ++i) {
-      const double logprob = logprobs.data_ptr<float>()[i];
+      const double logprob = logprobs[i];
       TORCH_CHECK(!std::isnan(logprob),
                   "The model's logits are not numbers (NaN or infinite): the checkpoint is "
                   "damaged, or "
                   "too coarse a --precision was used.");
       owners[i]->loglikelihood += logprob;
-      owners[i]->is_greedy = owners[i]->is_greedy && greedy.data_ptr<bool>()[i];
+      owners[i]->is_greedy = owners[i]->is_greedy && greedy[i] != 0;
     }
   }
 

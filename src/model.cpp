@@ -362,6 +362,19 @@ Tensor TransformerImpl::last_logits(const Tensor& idx, const Tensor& input_pos,
   return whole_logits(output->forward(norm->forward(last)));
 }
 
+Tensor TransformerImpl::logits_at(const Tensor& idx, const Tensor& input_pos, const Tensor& where,
+                                  int64_t first_slot) {
+  const std::vector<Slice> slices = hidden(idx, input_pos, first_slot);
+  std::vector<Tensor> parts;
+  parts.reserve(slices.size());
+  for (const Slice& slice : slices) parts.push_back(slice.x);
+  const Tensor rows = at::cat(parts, /*dim=*/1).flatten(0, 1).index_select(0, where);  // [n, D]
+  if (rows.size(0) == 0) return rows.new_empty({0, config.vocab_size});
+  parts = rows.chunk(std::ssize(slices));
+  for_each(parts, [&](Tensor& part) { part = output->forward(norm->forward(part)); });
+  return whole_logits(at::cat(parts));
+}
+
 Tensor TransformerImpl::whole_logits(Tensor logits) const {
   return tp_ ? tp_->gather_logits(logits, config.vocab_size) : logits;
 }

@@ -172,6 +172,9 @@ struct TransformerImpl : torch::nn::Module {
   Tensor forward(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
   /// forward() that applies the head to the last position only: [B, V].
   Tensor last_logits(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
+  /// forward() that applies the head to the rows `where` [n] int64 of [B * S] only: [n, V].
+  Tensor logits_at(const Tensor& idx, const Tensor& input_pos, const Tensor& where,
+                   int64_t first_slot = 0);
   /// One fused step; see ops.h for the rows. Returns the next tokens [B] int32, a view that the
   /// following step overwrites. step_logits() gives the logits until then.
   Tensor step(const Tensor& tokens /* [B, S] */, const Tensor& pos /* [B] */,
