@@ -8,6 +8,7 @@
 
 #include <array>
 
+#include "ops/cuda/captured_graph.h"
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/step_ops.h"
 
@@ -28,9 +29,6 @@ struct DecodeGraph::State {
     history =
         at::empty({kMaxAhead, batch_size}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
   }
-  ~State() {
-    if (exec != nullptr) cudaGraphExecDestroy(exec);
-  }
 
   /// One step on the current stream.
   void run_step() {
@@ -46,21 +44,11 @@ struct DecodeGraph::State {
                                   .history_steps = static_cast<int>(kMaxAhead)}));
   }
 
-  void capture() {
-    cudaGraph_t graph = nullptr;
-    C10_CUDA_CHECK(cudaStreamBeginCapture(stream.stream(), cudaStreamCaptureModeThreadLocal));
-    run_step();
-    C10_CUDA_CHECK(cudaStreamEndCapture(stream.stream(), &graph));
-    const cudaError_t error = cudaGraphInstantiate(&exec, graph, /*flags=*/0);
-    cudaGraphDestroy(graph);
-    C10_CUDA_CHECK(error);
-  }
-
   TransformerImpl& model;
   c10::cuda::CUDAStream stream;
   Tensor tokens, pos, slot, step, history;
   SamplingParams params;
-  cudaGraphExec_t exec = nullptr;
+  cuda::CapturedGraph graph;
   int64_t launched = 0, done = 0;
   std::array<at::cuda::CUDAEvent, kMaxAhead> events;
 };
@@ -98,10 +86,9 @@ void DecodeGraph::start(const std::vector<int32_t>& tokens, int64_t pos,
     s.step.zero_();
   };
   reset();
-  if (s.exec == nullptr) {
-    s.run_step();  // loads the kernels, which a capture must not do; the replay writes the same
-                   // again
-    s.capture();
+  if (!s.graph.captured()) {
+    s.run_step();  // the replay writes the same again
+    s.graph.capture(s.stream, [&] { s.run_step(); });
     reset();
   }
   s.launched = s.done = 0;
@@ -111,7 +98,7 @@ void DecodeGraph::launch() {
   State& s = *state_;
   TORCH_CHECK(s.launched - s.done < kMaxAhead, "more than ", kMaxAhead, " unread decode steps");
   const c10::cuda::CUDAGuard guard(s.stream.device_index());
-  C10_CUDA_CHECK(cudaGraphLaunch(s.exec, s.stream.stream()));
+  s.graph.launch(s.stream);
   s.events[static_cast<size_t>(s.launched++ % kMaxAhead)].record(s.stream);
 }
 
