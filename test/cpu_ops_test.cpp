@@ -164,6 +164,19 @@ TEST(CpuKernels, GemvMatchesExactProductsForOddSizes) {
   }
 }
 
+/// A vocabulary's rows, of which the last tile has one.
+TEST(CpuKernels, GemvMatchesExactProductsForManyRows) {
+  at::manual_seed(2);
+  for (const Kernels* kernels : runnable()) {
+    for (const FormatCase& c : kFormats) {
+      const TestWeight weight(c.format, 32001, 96, c.groupsize);
+      const Tensor x = at::randn({2, 96});
+      EXPECT_LT(error_of_product(gemv(*kernels, weight.view, x), weight.values, x), c.tolerance)
+          << kernels->name << " " << to_string(c.format) << " g" << c.groupsize;
+    }
+  }
+}
+
 TEST(CpuKernels, Int4TakesFloat32ScalesThatBFloat16WouldRound) {
   at::manual_seed(2);
   for (const Kernels* kernels : runnable()) {
@@ -465,7 +478,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, CpuOps,
 
 Transformer small_model(WeightFormat format, int64_t groupsize = 0) {
   ModelArgs config;
-  config.block_size = 640;
+  config.block_size = 8192;
   config.vocab_size = 328;
   config.n_layer = 2;
   config.n_head = 6;
@@ -475,8 +488,8 @@ Transformer small_model(WeightFormat format, int64_t groupsize = 0) {
   config.finalize();
   Transformer model =
       random_model(config, {.format = format, .groupsize = groupsize}, at::kBFloat16, at::kCPU, 1);
-  model->setup_caches(8, 640);
-  for (auto& layer : model->layers) {  // as if 640 tokens had been seen
+  model->setup_caches(1, config.block_size);
+  for (auto& layer : model->layers) {  // as if that many tokens had been seen
     layer->attention->kv_cache.k_cache.normal_();
     layer->attention->kv_cache.v_cache.normal_();
   }
@@ -524,7 +537,7 @@ TEST(CpuStep, MatchesForwardAroundTheEndsOfSplits) {
         std::pair{WeightFormat::kInt4, 64}}) {
     Transformer model = small_model(format, groupsize);
     model->set_reference(true);
-    for (const int64_t pos : {0, 255, 256, 257, 639}) {
+    for (const int64_t pos : {0, 255, 256, 257, 8191}) {
       const Tensor tokens = at::randint(0, 328, {1, 1}, at::kInt);
       const Tensor expected = model->forward(tokens, at::full({1}, pos, at::kLong)).squeeze(0);
       // forward() rounds every activation to bfloat16.
