@@ -82,9 +82,10 @@ __device__ inline void request_norm(const StageArgs& a, uint8_t* shared, const S
                                     int warp, int lane) {
   const uint32_t base = shared_address(shared) + s.norm;
   const uint8_t* from = static_cast<const uint8_t*>(a.in.norm_weight);
+#pragma unroll 1
   for (int k = warp * kChunk + lane * 4; k < a.w.k; k += kWarps * kChunk) {
     if (a.in.norm_type == Scalar::kFloat32) {
-      copy_async16(base + k * 4, from + k * 4, true, evict_first_policy());
+      copy_async16(base + k * 4, from + k * 4);
     } else {
       copy_async8(base + k * 2, from + k * 2);
     }
