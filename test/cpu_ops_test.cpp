@@ -24,10 +24,9 @@ using cpu::Kernels;
 std::vector<const Kernels*> runnable() {
   std::vector<const Kernels*> tables = {&cpu::kPortableKernels};
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
+  // Every CPU with AVX2 has F16C.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     tables.push_back(&cpu::kAvx2Kernels);
-  }
   if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl"))
     tables.push_back(&cpu::kAvx512Kernels);
 #endif
