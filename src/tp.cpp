@@ -298,7 +298,11 @@ void TensorParallel::choose_all_reduce(std::optional<bool> one_shot) {
     if (impl_->one_shot) return;
   }
 #endif
-  if (!one_shot.value_or(false)) return;
+  if (!one_shot.value_or(false)) {
+    if (!why_not.empty() && rank() == 0 && local_world_size() == world_size())
+      std::fprintf(stderr, "Sums over the ranks go through NCCL: %s\n", why_not.c_str());
+    return;
+  }
   impl_->watch->finish();  // every rank leaves with this message, none because another did
   TORCH_CHECK(false,
               "ENABLE_INTRA_NODE_COMM=1 asks for the one-shot all-reduce, which is not possible "

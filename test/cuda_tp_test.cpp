@@ -9,17 +9,12 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <spawn.h>
-#include <sys/wait.h>
-
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include "gptfast/decode_graph.h"
 #include "gptfast/generate.h"
 #include "gptfast/tp.h"
 #include "ops/cuda/all_reduce.h"
 #include "ops/cuda/step_ops.h"
-#include "tp_one_shot.h"
 #include "tp_socket.h"
 #endif
 
@@ -291,89 +286,6 @@ TEST_F(CudaTp, ATestRoundEndsWithoutItsPeer) {
   ranks.all_reduce(0, partial, x);
   c10::cuda::device_synchronize();
   EXPECT_EQ(ranks.counters[0][cuda::kPeerBlocks].item<int32_t>(), 1);
-}
-
-// ---- Two processes. On one GPU their kernels take turns, so that rounds are slow but right.
-
-/// What a process of TwoProcessesShareMailboxes does.
-void run_peer(int rank, const std::string& store_file) {
-  const auto store = c10::make_intrusive<c10d::FileStore>(store_file, /*numWorkers=*/2);
-  int sums = 0;
-  const auto sum_on_hosts = [&](const Tensor& x) {
-    const Tensor host = x.cpu();
-    const auto* bytes = reinterpret_cast<const uint8_t*>(host.const_data_ptr<float>());
-    const std::string key = "sum" + std::to_string(sums++) + '/';
-    store->set(key + std::to_string(rank), std::vector<uint8_t>(bytes, bytes + host.nbytes()));
-    x.zero_();
-    for (int r = 0; r < 2; ++r) {
-      const std::vector<uint8_t> theirs = store->get(key + std::to_string(r));
-      Tensor part = at::empty_like(host);
-      std::memcpy(part.mutable_data_ptr<float>(), theirs.data(), theirs.size());
-      x.add_(part.to(kGpu));
-    }
-  };
-  std::string why_not;
-  const auto one_shot =
-      OneShot::connect(*store, rank, /*world_size=*/2, kGpu, sum_on_hosts, why_not);
-  ASSERT_TRUE(one_shot) << why_not;
-
-  constexpr int64_t kDim = 576, kVocab = 101, kWidth = 51;
-  at::manual_seed(7);
-  const Tensor parts = at::randn({2, 3, kDim}, floats()), logits = at::randn({3, kVocab}, floats());
-  Tensor x = at::randn({3, kDim}, floats()), expected = x.clone();
-  const Tensor padded = at::constant_pad_nd(logits, {0, 1}, 1e9);
-  const Tensor shard = padded.narrow(1, rank * kWidth, kWidth).contiguous();
-  Tensor scratch = at::empty({kMaxStepRows, kVocab}, floats()), next = at::zeros({3}, ints());
-  const SamplingParams greedy = {.temperature = at::zeros({3}, floats()),
-                                 .top_k = at::zeros({3}, ints()),
-                                 .seed = at::zeros({3}, ints().dtype(at::kLong))};
-  const StepRows rows{.tokens = at::zeros({3, 1}, ints()),
-                      .pos = at::zeros({3}, ints()),
-                      .slot = at::arange(3, ints())};
-  ASSERT_TRUE(one_shot->takes(x));
-  for (int round = 0; round < 20; ++round) {
-    Tensor partial = one_shot->partial_for(x);
-    partial.add_(parts[rank]);
-    one_shot->add_partials(partial, x);
-    expected = expected + (parts[0] + parts[1]);
-    next.fill_(-5);
-    one_shot->sample(rows, shard, greedy, scratch, next);
-  }
-  EXPECT_TRUE(x.equal(expected)) << (x - expected).abs().max().item<float>();
-  EXPECT_TRUE(next.equal(logits.argmax(1).to(at::kInt))) << next;
-  c10::cuda::device_synchronize();
-  one_shot->close([&](const std::string& name) {
-    store->set(name + std::to_string(rank), std::vector<uint8_t>{1});
-    store->wait({name + "0", name + "1"});
-  });
-}
-
-TEST_F(CudaTp, DISABLED_Peer) {
-  run_peer(std::stoi(std::getenv("GPTFAST_TEST_PEER")), std::getenv("GPTFAST_TEST_STORE"));
-}
-
-TEST_F(CudaTp, TwoProcessesShareMailboxes) {
-  TempDir dir;
-  std::vector<pid_t> peers;
-  for (int r = 0; r < 2; ++r) {
-    const std::string rank = "GPTFAST_TEST_PEER=" + std::to_string(r);
-    const std::string store = "GPTFAST_TEST_STORE=" + (dir / "store").string();
-    std::vector<char*> environment = {const_cast<char*>(rank.c_str()),
-                                      const_cast<char*>(store.c_str())};
-    for (char** e = environ; *e != nullptr; ++e) environment.push_back(*e);
-    environment.push_back(nullptr);
-    std::string filter = "--gtest_filter=CudaTp.DISABLED_Peer",
-                disabled = "--gtest_also_run_disabled_tests", program = "cuda_tp_test";
-    char* argv[] = {program.data(), filter.data(), disabled.data(), nullptr};
-    pid_t pid = -1;
-    ASSERT_EQ(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, argv, environment.data()), 0);
-    peers.push_back(pid);
-  }
-  for (const pid_t pid : peers) {
-    int status = 0;
-    waitpid(pid, &status, 0);
-    EXPECT_EQ(status, 0);
-  }
 }
 
 // ---- One rank, which NCCL takes as well.

@@ -100,6 +100,17 @@ TEST(Refusal, RanksThatDoNotDivideTheModel) {
                  "4 attention heads (n_head) cannot be divided among 3");
 }
 
+TEST(Refusal, OneShotSumsOnTheCpu) {
+  Generate run(flags_for(tiny_mha(), {"--tensor_parallel", "2"}),
+               {{"ENABLE_INTRA_NODE_COMM", "1"}});
+  EXPECT_EQ(run.wait(), 1);
+  EXPECT_NE(run.err().find(
+                "ENABLE_INTRA_NODE_COMM=1 asks for the one-shot all-reduce, which is not "
+                "possible here: it runs between GPUs only; unset it for Gloo"),
+            std::string::npos)
+      << run.err();
+}
+
 TEST(Refusal, NoCheckpoint) {
   expect_refusal({"--tensor_parallel", "2", "--checkpoint_path", "/nonexistent/model.pth"},
                  "/nonexistent/model.pth");

@@ -56,7 +56,7 @@ struct Round {
   uint64_t begun = 0;
 
   /// The number is one more than that of the block's last round, which end() stores.
-  __device__ explicit Round(const Peers& p) : peers(p), number(p.rounds[blockIdx.x] + 1) {}
+  __device__ explicit Round(const Peers& p) : peers(p), number(__ldcg(p.rounds + blockIdx.x) + 1) {}
 
   __device__ uint64_t* mailbox(int owner, int source) const {
     const int64_t half = number & 1U;
