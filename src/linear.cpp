@@ -172,6 +172,16 @@ void LinearImpl::drop_words() {
     weight.set_data(at::empty({1}, weight.options()).expand(weight.sizes()));
 }
 
+void LinearImpl::gather(const std::vector<LinearImpl*>& layers) {
+  for (Tensor LinearImpl::*const form : {&LinearImpl::packed_, &LinearImpl::kernel_scales_}) {
+    std::vector<Tensor> parts;
+    for (const LinearImpl* layer : layers) parts.push_back(layer->*form);
+    if (!parts[0].defined()) continue;
+    const Tensor all = at::stack(parts);
+    for (size_t i = 0; i < layers.size(); ++i) layers[i]->*form = all[static_cast<int64_t>(i)];
+  }
+}
+
 void LinearImpl::copy_from(const LinearImpl& other) {
   scheme = other.scheme;
   weight.set_data(other.weight);

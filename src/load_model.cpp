@@ -143,7 +143,9 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
   }
   for (const auto& module : model.modules()) {
     auto* cond_ffn = module->as<ConditionalFeedForwardImpl>();
-    if (cond_ffn != nullptr && drop_words) cond_ffn->drop_words();
+    if (cond_ffn == nullptr) continue;
+    cond_ffn->prepare(options.device);
+    if (drop_words) cond_ffn->drop_words();
   }
 }
 
@@ -206,6 +208,11 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
 
 namespace {
 
+/// An expert's tensor is there already, as a view.
+void allocate(Tensor& registered, at::IntArrayRef sizes, const at::TensorOptions& options) {
+  if (registered.numel() == 0) assign(registered, at::empty(sizes, options));
+}
+
 /// N(0, 1) / sqrt(K) in the layer's scheme, straight in the quantized form: no float copy of a
 /// large model is ever made.
 void randomize(LinearImpl& linear, at::ScalarType precision, at::Device device) {
@@ -214,10 +221,10 @@ void randomize(LinearImpl& linear, at::ScalarType precision, at::Device device) 
   switch (linear.scheme.format) {
     case WeightFormat::kInt8: {
       constexpr double kUniformStd = 73.6;  // of integers drawn evenly from [-127, 127]
-      assign(linear.weight,
-             at::randint(-127, 128, {N, K}, at::TensorOptions(device).dtype(at::kChar)));
-      assign(linear.scales,
-             at::full({N}, std / kUniformStd, at::TensorOptions(device).dtype(precision)));
+      allocate(linear.weight, {N, K}, at::TensorOptions(device).dtype(at::kChar));
+      linear.weight.random_(-127, 128);
+      allocate(linear.scales, {N}, at::TensorOptions(device).dtype(precision));
+      linear.scales.fill_(std / kUniformStd);
       break;
     }
     case WeightFormat::kInt4: {
@@ -233,27 +240,50 @@ void randomize(LinearImpl& linear, at::ScalarType precision, at::Device device) 
       break;
     }
     default:
-      assign(linear.weight,
-             at::empty({N, K}, at::TensorOptions(device).dtype(precision)).normal_(0, std));
+      allocate(linear.weight, {N, K}, at::TensorOptions(device).dtype(precision));
+      linear.weight.normal_(0, std);
   }
   linear.prepare(device);
 }
 
-/// From the experts' own tensors to those of the whole layer.
+const LinearImpl& expert_layer(const FeedForward& expert, size_t index) {
+  return *std::array{expert->w1.get(), expert->w2.get(), expert->w3.get()}[index];
+}
+
+/// The tensors of all experts of a layer, of which each expert's are views, so that a large model
+/// is never there twice. int4 words are stacked later: a device holds no copy of them.
+void allocate_experts(ConditionalFeedForwardImpl& cond_ffn, at::ScalarType precision,
+                      at::Device device) {
+  const auto E = std::ssize(cond_ffn.experts);
+  for (size_t i = 0; i < cond_ffn.weights.size(); ++i) {
+    const LinearImpl& layer = expert_layer(cond_ffn.experts[0], i);
+    const int64_t N = layer.out_features, K = layer.in_features;
+    const WeightFormat format = layer.scheme.format;
+    const auto options = at::TensorOptions(device).dtype(precision);
+    const bool int8 = format == WeightFormat::kInt8;
+    allocate(cond_ffn.weights[i].weight, {E, N, K}, int8 ? options.dtype(at::kChar) : options);
+    if (int8) allocate(cond_ffn.weights[i].scales, {E, N}, options);
+  }
+  cond_ffn.bind();
+}
+
+/// From the experts' own int4 words to those of the whole layer; repeated ones stay one.
 void stack_experts(ConditionalFeedForwardImpl& cond_ffn) {
   const auto stack = [](Tensor& of_all, const std::vector<Tensor>& of_experts) {
-    if (of_all.defined()) assign(of_all, at::stack(of_experts));
+    if (!of_experts.front().is_alias_of(of_experts.back()))
+      return assign(of_all, at::stack(of_experts));
+    std::vector<int64_t> sizes = of_experts[0].sizes().vec();
+    sizes.insert(sizes.begin(), std::ssize(of_experts));
+    assign(of_all, of_experts[0].expand(sizes));
   };
   for (size_t i = 0; i < cond_ffn.weights.size(); ++i) {
-    std::vector<Tensor> weight, scales, scales_and_zeros;
+    std::vector<Tensor> weight, scales_and_zeros;
     for (const FeedForward& expert : cond_ffn.experts) {
-      LinearImpl& layer = *std::array{expert->w1, expert->w2, expert->w3}[i];
+      const LinearImpl& layer = expert_layer(expert, i);
       weight.push_back(layer.weight);
-      scales.push_back(layer.scales);
       scales_and_zeros.push_back(layer.scales_and_zeros);
     }
     stack(cond_ffn.weights[i].weight, weight);
-    stack(cond_ffn.weights[i].scales, scales);
     stack(cond_ffn.weights[i].scales_and_zeros, scales_and_zeros);
   }
   cond_ffn.bind();
@@ -276,6 +306,11 @@ Transformer random_model(const ModelArgs& whole, WeightScheme scheme, at::Scalar
   };
   Transformer model(config, scheme_of, std::move(tp));
   const auto options = at::TensorOptions(device).dtype(precision);
+  for (const auto& module : model->modules()) {
+    auto* cond_ffn = module->as<ConditionalFeedForwardImpl>();
+    if (cond_ffn != nullptr && scheme.format != WeightFormat::kInt4)
+      allocate_experts(*cond_ffn, precision, device);
+  }
   // int4 words are drawn and packed on the host: on a GPU, layers of one shape repeat the first
   // one's values.
   std::map<std::pair<int64_t, int64_t>, const LinearImpl*> int4_layers;
@@ -290,7 +325,10 @@ Transformer random_model(const ModelArgs& whole, WeightScheme scheme, at::Scalar
     }
   }
   for (const auto& module : model->modules()) {
-    if (auto* cond_ffn = module->as<ConditionalFeedForwardImpl>()) stack_experts(*cond_ffn);
+    if (auto* cond_ffn = module->as<ConditionalFeedForwardImpl>()) {
+      if (scheme.format == WeightFormat::kInt4) stack_experts(*cond_ffn);
+      cond_ffn->prepare(device);
+    }
     if (auto* norm = module->as<RMSNormImpl>())
       assign(norm->weight, at::ones({config.dim}, options));
     if (auto* embedding = module->as<EmbeddingImpl>()) {

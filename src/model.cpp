@@ -154,11 +154,21 @@ void ConditionalFeedForwardImpl::drop_words() {
   }
 }
 
+void ConditionalFeedForwardImpl::prepare(at::Device device) {
+  if (device.is_cpu()) return;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    std::vector<LinearImpl*> layers;
+    for (FeedForward& expert : experts) layers.push_back(&expert_layer(*expert, i));
+    LinearImpl::gather(layers);
+  }
+}
+
 Tensor ConditionalFeedForwardImpl::forward(const Tensor& x, const Tensor& expert_indices) {
   const int64_t A = expert_indices.size(1);
   const Tensor chosen = expert_indices.flatten();               // [M A]
   const Tensor by_expert = chosen.argsort(/*stable=*/true, 0);  // [M A] places in `chosen`
-  const Tensor counts = at::bincount(chosen, {}, std::ssize(experts)).cpu();
+  const Tensor every = at::arange(std::ssize(experts), chosen.options());
+  const Tensor counts = chosen.unsqueeze(1).eq(every).sum(0).cpu();  // [E]; waits for a GPU once
   Tensor outs = at::empty({chosen.numel(), x.size(1)}, x.options());
   int64_t begin = 0;
   for (size_t e = 0; e < experts.size(); ++e) {
@@ -407,8 +417,8 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
     add([&](Tensor& x) { ops::o_proj_residual(M, b.y, *attention.wo, x); });
     if (layer->block_sparse_moe) {
       const MOEFeedForwardImpl& moe = *layer->block_sparse_moe;
-      ops::moe_route(M, b.x, ffn_norm, config.norm_eps, *moe.gate, b.experts);
-      ops::moe_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *moe.cond_ffn, b.experts, b.h);
+      ops::moe_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *moe.gate, *moe.cond_ffn, b.experts,
+                            b.h);
       add([&](Tensor& x) { ops::moe_down_proj_residual(M, b.h, *moe.cond_ffn, b.experts, x); });
     } else {
       const FeedForwardImpl& ffn = *layer->feed_forward;

@@ -81,8 +81,7 @@ struct LayerOps {
     const Tensor norm = row.square().mean().sqrt().expand({row.size(0)}).contiguous();
     StepBuffers& b = buffers;
     b.x[0].copy_(row);
-    ops::moe_route(1, b.x, norm, /*eps=*/0, *moe.gate, b.experts);
-    ops::moe_gate_up_silu(1, b.x, norm, /*eps=*/0, *moe.cond_ffn, b.experts, b.h);
+    ops::moe_gate_up_silu(1, b.x, norm, /*eps=*/0, *moe.gate, *moe.cond_ffn, b.experts, b.h);
     ops::moe_down_proj_residual(1, b.h, *moe.cond_ffn, b.experts, b.x);
     return b.x[0] - row;
   }
@@ -276,6 +275,18 @@ TEST_F(Moe, AWrongExpertChangesTheRowsThatChoseItAndNoOther) {
     w.weight.copy_(kept);
   }
   EXPECT_TRUE(at::equal(moe.forward(in)[0], before));
+}
+
+TEST_F(Moe, ARowDependsOnItselfAlone) {
+  const Tensor prompt = load_checkpoint(golden("tiny-moe/golden.fp32.pth")).at("prompt_ids");
+  for (const at::ScalarType precision : {at::kFloat, at::kBFloat16}) {
+    Transformer model = tiny_model("tiny-moe", precision);
+    model->setup_caches(1, 64);
+    const Tensor one = step_all(model, prompt, /*start=*/0, /*slice=*/1);
+    for (int64_t rows = 2; rows <= kMaxStepRows; ++rows)
+      EXPECT_TRUE(at::equal(step_all(model, prompt, /*start=*/0, rows), one))
+          << rows << " rows in " << precision;
+  }
 }
 
 // ---- What a token reads

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 namespace gptfast {
 
@@ -88,6 +89,8 @@ struct LinearImpl : torch::nn::Module {
   /// After prepare(): frees the int4 words of the file, which no kernel reads. Only the kernels'
   /// form is left; int4_weight() and dequantize() throw.
   void drop_words();
+  /// Moves what prepare() made for layers of one shape to one block of memory, in their order.
+  static void gather(const std::vector<LinearImpl*>& layers);
   /// Takes the weight of `other`, a prepared layer of the same shape and scheme; the kernels' copy
   /// is one of its own.
   void copy_from(const LinearImpl& other);

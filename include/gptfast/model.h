@@ -119,6 +119,9 @@ struct ConditionalFeedForwardImpl : torch::nn::Module {
   void bind();
   /// After the layers' drop_words().
   void drop_words();
+  /// Called once after the layers' prepare(): on a GPU the kernels' forms of an expert's layers lie
+  /// at a fixed distance from those of the next expert.
+  void prepare(at::Device device);
 
   std::array<ExpertWeights, 3> weights;  // w1, w2, w3
   std::vector<FeedForward> experts;      // [E], not registered: they own no tensors

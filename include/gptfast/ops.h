@@ -34,7 +34,7 @@ struct StepRows {
 
 /// The experts that each row of a step chose, of A activated ones; empty in a dense model.
 struct StepExperts {
-  Tensor index;   ///< [kMaxStepRows, A] int32 on the CPU: the host picks the weights
+  Tensor index;   ///< [kMaxStepRows, A] int32
   Tensor weight;  ///< [kMaxStepRows, A] float32, of the experts' outputs
   Tensor scores;  ///< [kMaxStepRows, E] float32, the router's softmax; scratch
 };
@@ -99,16 +99,14 @@ void rms_gate_up_silu(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& 
 void down_proj_residual(int64_t rows, const Tensor& h /* [M, I] */, const LinearImpl& w2,
                         Tensor& x /* [M, D] */);
 
-/// The experts of each row: softmax of rms_norm(x) gate^T over all E, the A largest of it (ties:
-/// the lower index), divided by their sum.
-void moe_route(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight, double eps,
-               const LinearImpl& gate, StepExperts& experts);
-
-/// h[r, a] = silu(n w1^T) * (n w3^T) with the weights of expert index[r, a], n = rms_norm(x[r]).
-/// Reads the weights of chosen experts only, once for all rows that chose them.
+/// Chooses each row's experts: softmax of rms_norm(x) gate^T over all E, the A largest of it (ties:
+/// the lower index), divided by their sum. Then h[r, a] = silu(n w1^T) * (n w3^T) with the weights
+/// of expert index[r, a], n = rms_norm(x[r]). Reads the weights of chosen experts only; the CPU
+/// once for all rows that chose them.
 void moe_gate_up_silu(int64_t rows, const Tensor& x /* [M, D] */, const Tensor& norm_weight,
-                      double eps, const ConditionalFeedForwardImpl& cond_ffn,
-                      const StepExperts& experts, Tensor& h /* [M * A, I] */);
+                      double eps, const LinearImpl& gate,
+                      const ConditionalFeedForwardImpl& cond_ffn, StepExperts& experts,
+                      Tensor& h /* [M * A, I] */);
 
 /// x[r] += weight[r, a] * (h[r, a] w2^T) over a row's experts, in an order that depends on them
 /// alone.

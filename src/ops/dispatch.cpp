@@ -64,7 +64,7 @@ StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, a
           .logits = at::empty({M, config.vocab_size}, f32),
           .partials = at::zeros({M, H, splits, Dh + 2}, f32),
           .next = at::empty({M}, f32.dtype(at::kInt)),
-          .experts = {.index = at::empty({M, A}, at::kInt),
+          .experts = {.index = at::empty({M, A}, f32.dtype(at::kInt)),
                       .weight = at::empty({M, A}, f32),
                       .scores = at::empty({M, config.num_experts}, f32)}};
 }
@@ -145,19 +145,17 @@ void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Ten
   reference::down_proj_residual(rows, h, w2, x);
 }
 
-void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-               const LinearImpl& gate, StepExperts& experts) {
-  RECORD_FUNCTION("gptfast::moe_route", {});
-  if (on_cpu(x)) return cpu::moe_route(rows, x, norm_weight, eps, gate, experts);
-  reference::moe_route(rows, x, norm_weight, eps, gate, experts);
-}
-
 void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
-                      Tensor& h) {
+                      const LinearImpl& gate, const ConditionalFeedForwardImpl& cond_ffn,
+                      StepExperts& experts, Tensor& h) {
   RECORD_FUNCTION("gptfast::moe_gate_up_silu", {});
-  if (on_cpu(x)) return cpu::moe_gate_up_silu(rows, x, norm_weight, eps, cond_ffn, experts, h);
-  reference::moe_gate_up_silu(rows, x, norm_weight, eps, cond_ffn, experts, h);
+  if (on_cpu(x))
+    return cpu::moe_gate_up_silu(rows, x, norm_weight, eps, gate, cond_ffn, experts, h);
+#ifdef GPTFAST_CUDA
+  if (on_cuda(x, gate) && cuda::supports(cond_ffn, experts.index.size(1), x.device()))
+    return cuda::moe_gate_up_silu(rows, x, norm_weight, eps, gate, cond_ffn, experts, h);
+#endif
+  reference::moe_gate_up_silu(rows, x, norm_weight, eps, gate, cond_ffn, experts, h);
 }
 
 void moe_down_proj_residual(int64_t rows, const Tensor& h,
@@ -165,6 +163,10 @@ void moe_down_proj_residual(int64_t rows, const Tensor& h,
                             Tensor& x) {
   RECORD_FUNCTION("gptfast::moe_down_proj_residual", {});
   if (on_cpu(x)) return cpu::moe_down_proj_residual(rows, h, cond_ffn, experts, x);
+#ifdef GPTFAST_CUDA
+  if (on_cuda(x) && cuda::supports(cond_ffn, experts.index.size(1), x.device()))
+    return cuda::moe_down_proj_residual(rows, h, cond_ffn, experts, x);
+#endif
   reference::moe_down_proj_residual(rows, h, cond_ffn, experts, x);
 }
 

@@ -101,8 +101,10 @@ void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Ten
 // A mixture is made of the dense ops, so that a device without kernels of its own for it runs its
 // dense ones.
 
-void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-               const LinearImpl& gate, StepExperts& experts) {
+namespace {
+
+void choose_experts(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                    const LinearImpl& gate, StepExperts& experts) {
   ops::rms_lm_head(rows, x, norm_weight, eps, gate, experts.scores);
   const int64_t A = experts.index.size(1);
   const Tensor scores = at::softmax(experts.scores.narrow(0, 0, rows), /*dim=*/-1);  // [M, E]
@@ -112,14 +114,13 @@ void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double 
   experts.weight.narrow(0, 0, rows).copy_(largest / largest.sum(/*dim=*/-1, /*keepdim=*/true));
 }
 
-namespace {
-
 /// Calls body(row, choice, expert) for each row's experts, choice = row * A + a.
 template <class Body>
 void for_each_choice(int64_t rows, const ConditionalFeedForwardImpl& cond_ffn,
                      const StepExperts& experts, const Body& body) {
   const int64_t A = experts.index.size(1);
-  const auto* index = experts.index.const_data_ptr<int32_t>();
+  const Tensor on_host = experts.index.cpu();
+  const auto* index = on_host.const_data_ptr<int32_t>();
   for (int64_t choice = 0; choice < rows * A; ++choice) {
     body(choice / A, choice, *cond_ffn.experts[static_cast<size_t>(index[choice])]);
   }
@@ -128,8 +129,9 @@ void for_each_choice(int64_t rows, const ConditionalFeedForwardImpl& cond_ffn,
 }  // namespace
 
 void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
-                      Tensor& h) {
+                      const LinearImpl& gate, const ConditionalFeedForwardImpl& cond_ffn,
+                      StepExperts& experts, Tensor& h) {
+  choose_experts(rows, x, norm_weight, eps, gate, experts);
   for_each_choice(rows, cond_ffn, experts, [&](int64_t row, int64_t choice, const auto& expert) {
     Tensor out = h.narrow(0, choice, 1);
     ops::rms_gate_up_silu(1, x.narrow(0, row, 1), norm_weight, eps, *expert.w1, *expert.w3, out);

@@ -463,10 +463,8 @@ void for_each_expert(int64_t rows, const ConditionalFeedForwardImpl& cond_ffn,
   }
 }
 
-}  // namespace
-
-void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-               const LinearImpl& gate, StepExperts& experts) {
+void route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+           const LinearImpl& gate, StepExperts& experts) {
   const Weight weight = weight_of(gate);
   project_to(input_of(x, rows, weight, &norm_weight, eps), weight, experts.scores);
   const int64_t A = experts.index.size(1);
@@ -477,9 +475,12 @@ void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double 
   }
 }
 
+}  // namespace
+
 void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
-                      Tensor& h) {
+                      const LinearImpl& gate, const ConditionalFeedForwardImpl& cond_ffn,
+                      StepExperts& experts, Tensor& h) {
+  route(rows, x, norm_weight, eps, gate, experts);
   const int64_t A = experts.index.size(1);
   for_each_expert(rows, cond_ffn, experts,
                   [&](const FeedForwardImpl& expert, std::span<const int64_t> choices) {

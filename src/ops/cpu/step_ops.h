@@ -25,11 +25,9 @@ void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                       const LinearImpl& w1, const LinearImpl& w3, Tensor& h);
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x);
-void moe_route(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-               const LinearImpl& gate, StepExperts& experts);
 void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
-                      const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
-                      Tensor& h);
+                      const LinearImpl& gate, const ConditionalFeedForwardImpl& cond_ffn,
+                      StepExperts& experts, Tensor& h);
 void moe_down_proj_residual(int64_t rows, const Tensor& h,
                             const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
                             Tensor& x);

@@ -31,6 +31,7 @@ struct Weight {
   const float* scales = nullptr;
   const void* data2 = nullptr;
   const float* scales2 = nullptr;
+  int64_t expert_bytes = 0;  ///< from one expert's data to the next; its scales are n apart
 };
 
 /// int4 groups that the kernels work in: larger groups than 128 are stored as several with equal
@@ -88,6 +89,30 @@ cudaError_t attention(const Launch& launch, const float* q, const Cache& cache, 
 cudaError_t residual_stage(const Launch& launch, const StageInput& in, const Weight& w, float* x);
 /// h [rows, n] = silu(in w1^T) * (in w3^T); w.data is w1, w.data2 is w3.
 cudaError_t gate_up_stage(const Launch& launch, const StageInput& in, const Weight& w, float* h);
+/// The router's choice for each row of a step: `choices` of the experts, at most kMaxChoices.
+struct ExpertChoice {
+  int choices = 0;           ///< A
+  int32_t* index = nullptr;  ///< [rows, A] different experts
+  float* share = nullptr;    ///< [rows, A] of the experts' outputs
+};
+constexpr int kMaxChoices = 4;
+
+/// The router: index, share [rows, choices] of `chosen` become the largest of softmax(in gate^T),
+/// of equal ones that of the lower index first, and each divided by their sum.
+struct Router {
+  const void* gate = nullptr;  ///< [experts, k] bfloat16 or float16
+  Scalar type = Scalar::kBFloat16;
+  int experts = 0;  ///< at most kMaxExperts
+};
+constexpr int kMaxExperts = 256;
+/// Chooses, then h [rows * A, n]: row r * A + a is gate_up_stage of row r with expert index[r, a],
+/// whose weights lie index * w.expert_bytes after those of expert 0.
+cudaError_t expert_gate_up_stage(const Launch& launch, const StageInput& in, const Router& router,
+                                 const Weight& w, const ExpertChoice& chosen, float* h);
+/// x [rows, n] += sum over a of share[r, a] * (h [rows * A, k] of expert index[r, a] w^T), in the
+/// order of a. It comes right after expert_gate_up_stage, on devices with clusters.
+cudaError_t expert_down_stage(const Launch& launch, const StageInput& h, const Weight& w,
+                              const ExpertChoice& chosen, float* x);
 /// logits [rows, n] = in w^T.
 cudaError_t head_stage(const Launch& launch, const StageInput& in, const Weight& w, float* logits);
 

@@ -65,6 +65,27 @@ cudaError_t gate_up_stage(const Launch& launch, const StageInput& in, const Weig
   return run(launch, Stage::kGateUp, args);
 }
 
+cudaError_t expert_gate_up_stage(const Launch& launch, const StageInput& in, const Router& router,
+                                 const Weight& w, const ExpertChoice& chosen, float* h) {
+  StageArgs args{};
+  args.in = in;
+  args.router = router;
+  args.w = w;
+  args.chosen = chosen;
+  args.out = h;
+  return run(launch, Stage::kExpertGateUp, args);
+}
+
+cudaError_t expert_down_stage(const Launch& launch, const StageInput& h, const Weight& w,
+                              const ExpertChoice& chosen, float* x) {
+  StageArgs args{};
+  args.in = h;
+  args.w = w;
+  args.chosen = chosen;
+  args.out = x;
+  return run(launch, Stage::kExpertDown, args);
+}
+
 cudaError_t head_stage(const Launch& launch, const StageInput& in, const Weight& w, float* logits) {
   StageArgs args{};
   args.in = in;

@@ -8,9 +8,12 @@
 // their predecessor (PDL), which keeps the memory busy across the dependency.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <algorithm>
 
 #include "ops/cuda/launch.cuh"
+#include "ops/cuda/route.cuh"
 #include "ops/cuda/stage_input.cuh"
 #include "ops/cuda/stage_layout.cuh"
 
@@ -28,16 +31,34 @@ __device__ inline int first_unit(int warp, int tile, int units) {
 struct TileRange {
   int first, last, step;
 
-  /// Divisions cost a stage's critical path 1 to 2 % of a step: 32 bits, and once a kernel.
-  __device__ explicit TileRange(const StageArgs& a) {
-    const unsigned block = blockIdx.x;
-    const unsigned blocks = gridDim.x;
+  /// sharers: neighbouring blocks that have the same tiles. Divisions cost a stage's critical path
+  /// 1 to 2 % of a step: 32 bits, and once a kernel.
+  __device__ TileRange(const StageArgs& a, unsigned sharers) {
+    const unsigned block = blockIdx.x / sharers;
+    const unsigned blocks = gridDim.x / sharers;
     const auto tiles = static_cast<unsigned>(a.tiles);
     first = static_cast<int>(a.neighbours ? tiles * block / blocks : block);
     last = static_cast<int>(a.neighbours ? tiles * (block + 1) / blocks : tiles);
     step = a.neighbours ? 1 : static_cast<int>(blocks);
   }
 };
+
+/// Blocks with the same tiles: those of a cluster in kExpertDown, one for each expert.
+template <Stage S>
+__device__ inline unsigned sharers(const StageArgs& a) {
+  return S == Stage::kExpertDown ? a.chosen.choices : 1;
+}
+
+/// Which of the row's experts a tile belongs to. kExpertGateUp: `tile` becomes that of the expert.
+template <Stage S>
+__device__ inline int split_tile(const StageArgs& a, int& tile) {
+  if constexpr (S == Stage::kExpertDown) return static_cast<int>(blockIdx.x % sharers<S>(a));
+  int choice = 0;
+  if constexpr (S == Stage::kExpertGateUp) {
+    for (; tile >= a.expert_tiles; tile -= a.expert_tiles) ++choice;  // quicker than to divide
+  }
+  return choice;
+}
 
 template <class W>
 __device__ inline int row_bytes(const StageArgs& a) {
@@ -47,13 +68,14 @@ __device__ inline int row_bytes(const StageArgs& a) {
 /// One warp's requests for weights, in the order in which it multiplies them.
 template <class W, Stage S>
 struct Stream {
-  static constexpr bool kGated = S == Stage::kGateUp;
+  static constexpr bool kGated = is_gated(S);
 
   const StageArgs& a;
   const uint64_t policy;
   const int warp, lane;
   const TileRange tiles;
   int tile;
+  const Chosen* const chosen;       // stages of experts
   int left = 0;                     // units of the tile that are to be requested
   uint32_t offset = 0;              // of this lane's next 16 bytes from each of
   const uint8_t* half0 = nullptr;   // rows 0-7 of the tile
@@ -63,13 +85,14 @@ struct Stream {
   int next0 = 0;                    // row-major: from a lane's row to its other one, 4 further
   int next1 = 0;
 
-  __device__ Stream(const StageArgs& args, int warp_index, int lane_index)
+  __device__ Stream(const StageArgs& args, int warp_index, int lane_index, const Chosen* choices)
       : a(args),
         policy(evict_first_policy()),
         warp(warp_index),
         lane(lane_index),
-        tiles(args),
-        tile(tiles.first) {
+        tiles(args, sharers<S>(args)),
+        tile(tiles.first),
+        chosen(choices) {
     open_tile();
   }
 
@@ -77,19 +100,28 @@ struct Stream {
   /// each weight; rows past the end repeat the last one and their results are dropped.
   __device__ void open_tile() {
     int unit = 0;
+    int own_tile = tile;  // of its expert
+    int choice = 0;
     for (; tile < tiles.last; tile += tiles.step) {
-      unit = first_unit(warp, tile, a.units);
+      own_tile = tile;
+      choice = split_tile<S>(a, own_tile);
+      unit = first_unit(warp, own_tile, a.units);
       if (unit < a.units) break;
     }
     if (tile >= tiles.last) return;  // `left` is zero
     left = (a.units - unit + kWarps - 1) / kWarps;
     const uint8_t* data0 = static_cast<const uint8_t*>(a.w.data);
     const uint8_t* data1 = kGated ? static_cast<const uint8_t*>(a.w.data2) : data0;
+    if constexpr (has_experts(S)) {
+      const int64_t skip = chosen->expert[choice] * a.w.expert_bytes;
+      data0 += skip;
+      data1 += skip;
+    }
     if constexpr (W::kGroup > 0) {
       const int64_t bytes = a.units * W::kHalfBytes;
       offset = unit * W::kUnitStep + lane * 16;
-      half0 = data0 + bytes * (kGated ? tile : 2 * tile);
-      half1 = data1 + bytes * (kGated ? tile : 2 * tile + 1);
+      half0 = data0 + bytes * (kGated ? own_tile : 2 * own_tile);
+      half1 = data1 + bytes * (kGated ? own_tile : 2 * own_tile + 1);
       // Two halves have fewer pieces than there are lanes. Lanes that copy what others copy cost
       // nothing; leaving them out costs Llama-2-70B 4 % on an H200.
       const int piece = lane % (2 * W::kGroupLanes);
@@ -100,7 +132,7 @@ struct Stream {
     } else {
       const int pitch = row_bytes<W>(a);
       const int last = a.w.n - 1;
-      const int row0 = min(tile * (kGated ? 8 : 16) + (lane >> 3), last);
+      const int row0 = min(own_tile * (kGated ? 8 : 16) + (lane >> 3), last);
       const int row1 = kGated ? row0 : min(row0 + 8, last);
       offset = unit * W::kUnitStep + (lane & 7) * 16;
       half0 = data0 + static_cast<int64_t>(row0) * pitch;
@@ -148,20 +180,34 @@ struct Epilogue {
   float2 scale;      // int8
   float2 extra;      // residual: old x; qkv: cos, sin
   int position = 0;  // qkv
+  int choice = 0;    // stages of experts
 
   template <class W>
   /// item: pair + 8 * row.
-  __device__ void prefetch(const StageArgs& a, int tile, int item) {
+  __device__ void prefetch(const StageArgs& a, const Chosen* chosen, int tile, int item) {
     const int p = item & 7;
     m = item >> 3;
-    n0 = S == Stage::kGateUp ? tile * 8 + p : tile * 16 + 2 * p;
-    n1 = S == Stage::kGateUp ? n0 : n0 + 1;
+    choice = split_tile<S>(a, tile);
+    n0 = is_gated(S) ? tile * 8 + p : tile * 16 + 2 * p;
+    n1 = is_gated(S) ? n0 : n0 + 1;
     scale = {1.0F, 1.0F};
     extra = {0.0F, 0.0F};
     if (n0 >= a.w.n) return;
     if constexpr (W::kInteger && W::kGroup == 0) {
-      scale.x = a.w.scales[n0];
-      scale.y = S == Stage::kGateUp ? a.w.scales2[n0] : (n1 < a.w.n ? a.w.scales[n1] : 0.0F);
+      int64_t skip = 0;
+      if constexpr (has_experts(S)) skip = static_cast<int64_t>(chosen->expert[choice]) * a.w.n;
+      const float* scales = a.w.scales + skip;
+      scale.x = scales[n0];
+      scale.y = is_gated(S) ? a.w.scales2[skip + n0] : (n1 < a.w.n ? scales[n1] : 0.0F);
+    }
+    if constexpr (S == Stage::kExpertDown) {
+      const float share = chosen->share[choice];
+      scale.x *= share;
+      scale.y *= share;
+      if (choice == 0) {
+        extra.x = __ldcg(a.out + n0);
+        extra.y = n1 < a.w.n ? __ldcg(a.out + n1) : 0.0F;
+      }
     }
     if constexpr (S == Stage::kResidual) {
       const float* x = a.out + static_cast<int64_t>(m) * a.w.n;
@@ -180,13 +226,15 @@ struct Epilogue {
   }
 
   __device__ void finish(const StageArgs& a, float v0, float v1) const {
+    store(a, v0 * scale.x, v1 * scale.y);
+  }
+
+  __device__ void store(const StageArgs& a, float v0, float v1) const {
     if (n0 >= a.w.n) return;
-    v0 *= scale.x;
-    v1 *= scale.y;
-    const int64_t row = static_cast<int64_t>(m) * a.w.n;
-    if constexpr (S == Stage::kGateUp) {
+    const int64_t row = static_cast<int64_t>(S == Stage::kExpertGateUp ? choice : m) * a.w.n;
+    if constexpr (is_gated(S)) {
       a.out[row + n0] = v0 / (1.0F + __expf(-v0)) * v1;
-    } else if constexpr (S == Stage::kResidual || S == Stage::kHead) {
+    } else if constexpr (S != Stage::kQkv) {
       a.out[row + n0] = extra.x + v0;
       if (n1 < a.w.n) a.out[row + n1] = extra.y + v1;
     } else {
@@ -259,12 +307,13 @@ __device__ inline void store_partial(typename W::Accumulator (&acc)[Blocks], flo
   }
 }
 
+/// The sums of an item over all warps.
 template <class W, Stage S>
-__device__ inline void finish_item(const StageArgs& a, const SharedLayout& s, const uint8_t* shared,
+__device__ inline float2 add_warps(const StageArgs& a, const SharedLayout& s, const uint8_t* shared,
                                    const float* partials, const Epilogue<S>& epilogue, int item) {
   const int p = item & 7;
-  const int r0 = S == Stage::kGateUp ? p : 2 * p;
-  const int r1 = S == Stage::kGateUp ? p + 8 : 2 * p + 1;
+  const int r0 = is_gated(S) ? p : 2 * p;
+  const int r1 = is_gated(S) ? p + 8 : 2 * p + 1;
   const float* sums = partials + epilogue.m * kWarps * kTileRows;
   float v0 = 0;
   float v1 = 0;
@@ -273,7 +322,7 @@ __device__ inline void finish_item(const StageArgs& a, const SharedLayout& s, co
     v0 += sums[w * kTileRows + r0];
     v1 += sums[w * kTileRows + r1];
   }
-  if constexpr (S != Stage::kResidual) {
+  if constexpr (has_norm(S)) {
     const float* squares = reinterpret_cast<const float*>(shared + s.squares) + epilogue.m * kWarps;
     float sum = 0;
 #pragma unroll
@@ -282,7 +331,59 @@ __device__ inline void finish_item(const StageArgs& a, const SharedLayout& s, co
     v0 *= factor;
     v1 *= factor;
   }
-  epilogue.finish(a, v0, v1);
+  return {v0, v1};
+}
+
+template <class W, Stage S>
+__device__ inline void finish_item(const StageArgs& a, const SharedLayout& s, const uint8_t* shared,
+                                   const float* partials, const Epilogue<S>& epilogue, int item) {
+  const float2 v = add_warps<W>(a, s, shared, partials, epilogue, item);
+  epilogue.finish(a, v.x, v.y);
+}
+
+// kExpertDown: the blocks of a cluster multiply a tile of an expert each. The first block adds up
+// what they find, in the order of the choices.
+
+__device__ inline void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().barrier_arrive();
+#endif
+}
+
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::this_cluster().barrier_wait();
+#endif
+}
+
+/// Writes the tile that this warp finishes, if it has one; every thread of the cluster calls.
+/// found: shared memory for two batches by turns, [choice][warp][item] each.
+template <class W>
+__device__ inline void finish_over_experts(const StageArgs& a, const SharedLayout& s,
+                                           const uint8_t* shared, const float* partials,
+                                           const Epilogue<Stage::kExpertDown>& epilogue,
+                                           bool has_item, float2* found, int warp, int lane) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kChoiceItems = kWarps * 8;
+  found += warp * 8 + lane;
+  float2 v = {0.0F, 0.0F};
+  if (has_item) {
+    v = add_warps<W>(a, s, shared, partials, epilogue, lane);
+    v = {v.x * epilogue.scale.x, v.y * epilogue.scale.y};
+    const auto cluster = cooperative_groups::this_cluster();
+    if (epilogue.choice > 0) {
+      *cluster.map_shared_rank(found + epilogue.choice * kChoiceItems, /*rank=*/0) = v;
+    }
+  }
+  arrive_at_cluster();
+  wait_for_cluster();
+  if (!has_item || epilogue.choice > 0) return;
+  for (int c = 1; c < a.chosen.choices; ++c) {
+    v.x += found[c * kChoiceItems].x;
+    v.y += found[c * kChoiceItems].y;
+  }
+  epilogue.store(a, v.x, v.y);
+#endif
 }
 
 /// Blocks: products per tile of weights; 2 when hi and lo of more than 4 rows do not fit 8 columns.
@@ -290,10 +391,12 @@ template <class W, Stage S, int Rows>
 __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
     stage_kernel(const __grid_constant__ StageArgs a) {
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr bool kNorm = S != Stage::kResidual;
+  constexpr bool kNorm = has_norm(S);
   constexpr int Blocks = W::kParts == 2 && Rows > 4 ? 2 : 1;
   constexpr int kDepth = ring_depth<W>();
-  launch_dependents();
+  constexpr bool kRoutes = S == Stage::kExpertGateUp;
+  if constexpr (!kRoutes) launch_dependents();
+  if constexpr (S == Stage::kExpertDown) arrive_at_cluster();
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int rows = Rows == 1 ? 1 : a.in.rows;
@@ -307,13 +410,39 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
 
   clear_sums<W>(shared, s, rows);
   if constexpr (kNorm) request_norm<W>(a, shared, s, warp, lane);
-  Stream<W, S> stream(a, warp, lane);
+  Chosen* chosen = nullptr;
+  if constexpr (kRoutes) {
+    chosen = reinterpret_cast<Chosen*>(shared + s.total);
+    const int near = request_gate(a, shared, s.values);
+    wait_for_predecessor();
+    wait_copies<0>();
+    __syncthreads();
+    route(a, shared, s, near, *chosen, warp, lane);
+  }
+  if constexpr (S == Stage::kExpertDown) {
+    chosen = reinterpret_cast<Chosen*>(shared + s.norm + kFoundBytes);
+    if (threadIdx.x < a.chosen.choices) {
+      chosen->expert[threadIdx.x] = __ldcg(a.chosen.index + threadIdx.x);
+      chosen->share[threadIdx.x] = __ldcg(a.chosen.share + threadIdx.x);
+    }
+    __syncthreads();
+  }
+  Stream<W, S> stream(a, warp, lane, chosen);
 #pragma unroll 1
   for (uint32_t slot = first; slot != end; slot += W::kSlotBytes) stream.request(slot + shift);
-  wait_for_predecessor();
+  if constexpr (kRoutes) {
+    if (threadIdx.x == 0) publish(a, *chosen);
+  } else {
+    wait_for_predecessor();
+  }
   if constexpr (kNorm) wait_copies<kDepth>();
-  load_input<W, kNorm>(a, shared, s, warp, lane);
+  const float* input = a.in.x;
+  if constexpr (S == Stage::kExpertDown) {
+    input += static_cast<int64_t>(blockIdx.x % sharers<S>(a)) * a.w.k;
+  }
+  load_input<W, kNorm>(a, input, shared, s, warp, lane);
   __syncthreads();
+  if constexpr (S == Stage::kExpertDown) wait_for_cluster();  // all of it has started
 
   // The input row behind this lane's column of each product. Columns without a row repeat one;
   // their results are dropped.
@@ -331,18 +460,21 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
   uint32_t slot = first;
   const TileRange& tiles = stream.tiles;
   int tile = tiles.first;
+  bool second = false;  // kExpertDown: batches take turns in shared memory
   while (tile < tiles.last) {
     Epilogue<S> epilogue[2];  // of the tile that this warp finishes: its items lane and lane + 32
     int mine = -1;
     for (int i = 0; i < a.batch && tile < tiles.last; ++i, tile += tiles.step) {
+      int own_tile = tile;
+      split_tile<S>(a, own_tile);
       if (i == warp) {
         mine = i;
-        if (lane < rows * 8) epilogue[0].template prefetch<W>(a, tile, lane);
+        if (lane < rows * 8) epilogue[0].template prefetch<W>(a, chosen, tile, lane);
         if (Rows > 4 && lane + kWarp < rows * 8)
-          epilogue[1].template prefetch<W>(a, tile, lane + kWarp);
+          epilogue[1].template prefetch<W>(a, chosen, tile, lane + kWarp);
       }
       typename W::Accumulator acc[Blocks];
-      for (int unit = first_unit(warp, tile, a.units); unit < a.units; unit += kWarps) {
+      for (int unit = first_unit(warp, own_tile, a.units); unit < a.units; unit += kWarps) {
         wait_copies<kDepth - 1>();
         __syncwarp();  // lanes read what others copied
         W::template multiply<Rows>(acc, slot, lane, unit, scales, x);
@@ -353,6 +485,13 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
       store_partial<W, Blocks>(acc, partials + (i * rows * kWarps + warp) * kTileRows, rows, lane);
     }
     __syncthreads();
+    if constexpr (S == Stage::kExpertDown) {
+      float2* found = reinterpret_cast<float2*>(shared + s.norm) + (second ? kFoundItems : 0);
+      second = !second;
+      finish_over_experts<W>(a, s, shared, partials + warp * kWarps * kTileRows, epilogue[0],
+                             mine >= 0 && lane < 8, found, warp, lane);
+      continue;
+    }
     if (mine >= 0) {
       const float* sums = partials + mine * rows * kWarps * kTileRows;
       if (lane < rows * 8) finish_item<W, S>(a, s, shared, sums, epilogue[0], lane);
@@ -366,6 +505,26 @@ __global__ void __launch_bounds__(kThreads, kRegisterBlocks)
 
 constexpr int kMaxPartial = 16 * 1024;  // sums that wait for a reduction
 
+/// Fills in what follows from the weight's size.
+template <class W, Stage S>
+inline void size_stage(StageArgs& args) {
+  args.padded_k = (args.w.k + kChunk - 1) / kChunk * kChunk;
+  const int tile_outputs = is_gated(S) ? 8 : kTileRows;
+  args.tiles = (args.w.n + tile_outputs - 1) / tile_outputs;
+  args.units = (args.w.k + W::kUnitColumns - 1) / W::kUnitColumns;
+  if (has_norm(S)) {
+    args.norm_bytes = args.padded_k * (args.in.norm_type == Scalar::kFloat32 ? 4 : 2);
+  }
+  if (S == Stage::kExpertDown) args.norm_bytes = kFoundBytes + static_cast<int>(sizeof(Chosen));
+}
+
+/// The bytes of a tile, padding included.
+template <class W>
+inline int64_t tile_bytes(const StageArgs& args) {
+  return static_cast<int64_t>(args.units) *
+         (W::kGroup > 0 ? W::kSlotBytes : kTileRows * kUnitXBytes);
+}
+
 template <class W, Stage S>
 inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
   int sms = 0;
@@ -375,16 +534,8 @@ inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
   error = shared_limit(most_shared);
   if (error != cudaSuccess) return error;
 
-  args.padded_k = (args.w.k + kChunk - 1) / kChunk * kChunk;
-  const int tile_outputs = S == Stage::kGateUp ? 8 : kTileRows;
-  args.tiles = (args.w.n + tile_outputs - 1) / tile_outputs;
-  args.units = (args.w.k + W::kUnitColumns - 1) / W::kUnitColumns;
-  if (S != Stage::kResidual) {
-    args.norm_bytes = args.padded_k * (args.in.norm_type == Scalar::kFloat32 ? 4 : 2);
-  }
-  const int64_t bytes_of_tile =
-      static_cast<int64_t>(args.units) * (W::kGroup > 0 ? W::kSlotBytes : kTileRows * kUnitXBytes);
-  args.neighbours = bytes_of_tile * args.tiles >= kNeighbourBytes;
+  size_stage<W, S>(args);
+  args.neighbours = tile_bytes<W>(args) * args.tiles >= kNeighbourBytes;
   const int blocks = args.tiles < sms ? args.tiles : sms;
   const int rounds = args.tiles / blocks;
   const int total = args.in.rows;

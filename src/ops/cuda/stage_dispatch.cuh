@@ -1,7 +1,7 @@
 // One function per weight format over all stages; each format is compiled in a file of its own.
 #pragma once
 
-#include "ops/cuda/stage.cuh"
+#include "ops/cuda/stage_experts.cuh"
 
 namespace gptfast::cuda {
 
@@ -14,6 +14,10 @@ cudaError_t run_stage(const Launch& launch, Stage stage, const StageArgs& args) 
       return launch_stage<W, Stage::kResidual>(launch, args);
     case Stage::kGateUp:
       return launch_stage<W, Stage::kGateUp>(launch, args);
+    case Stage::kExpertGateUp:
+      return launch_expert_stage<W, Stage::kExpertGateUp, 1>(launch, args);
+    case Stage::kExpertDown:
+      return launch_expert_down<W>(launch, args);
     default:
       return launch_stage<W, Stage::kHead>(launch, args);
   }

@@ -97,8 +97,8 @@ __device__ inline void request_norm(const StageArgs& a, uint8_t* shared, const S
 /// warp's columns beside it. The norm's factor 1 / rms is applied to the results, so nothing here
 /// waits for the whole row. A warp converts the chunks warp, warp + kWarps, ... of every row.
 template <class W, bool Norm>
-__device__ inline void load_input(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
-                                  int warp, int lane) {
+__device__ inline void load_input(const StageArgs& a, const float* x_rows, uint8_t* shared,
+                                  const SharedLayout& s, int warp, int lane) {
   constexpr int kBatch = 4;  // independent loads and conversions in flight
   const int chunks = a.padded_k / kChunk;
   const int rounds = (chunks + kWarps * kBatch - 1) / (kWarps * kBatch);  // of a row
@@ -107,7 +107,7 @@ __device__ inline void load_input(const StageArgs& a, uint8_t* shared, const Sha
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int k = (first + i * kWarps) * kChunk + lane * 4;
-      const float* row = a.in.x + static_cast<int64_t>(item / rounds) * a.w.k;
+      const float* row = x_rows + static_cast<int64_t>(item / rounds) * a.w.k;
       x[i] = k < a.w.k && item < rounds * a.in.rows
                  ? __ldcg(reinterpret_cast<const float4*>(row + k))
                  : float4{0, 0, 0, 0};

@@ -6,7 +6,18 @@
 
 namespace gptfast::cuda {
 
-enum class Stage { kQkv, kResidual, kGateUp, kHead };
+enum class Stage { kQkv, kResidual, kGateUp, kHead, kExpertGateUp, kExpertDown };
+
+/// Stages whose weights are those of the experts that the router chose for the launch's one row.
+__host__ __device__ constexpr bool has_experts(Stage s) {
+  return s == Stage::kExpertGateUp || s == Stage::kExpertDown;
+}
+__host__ __device__ constexpr bool is_gated(Stage s) {
+  return s == Stage::kGateUp || s == Stage::kExpertGateUp;
+}
+__host__ __device__ constexpr bool has_norm(Stage s) {
+  return s != Stage::kResidual && s != Stage::kExpertDown;
+}
 
 // Measured on an H200 with Llama-2-7B, M = 1: 8 warps, 72 KB, two resident blocks beat 12 and 16
 // warps, 48 KB with three and 80 KB. Two blocks of successive stages and one of attention
@@ -33,7 +44,11 @@ struct StageArgs {
   int batch;        // tiles of a block between two reductions, at most kWarps
   int padded_k;     // multiple of kChunk
   bool neighbours;  // a block's tiles lie side by side
-  int norm_bytes;
+  int norm_bytes;   // in kExpertDown of what blocks find
+  // Stages of experts only. kExpertGateUp has tiles = choices * expert_tiles.
+  ExpertChoice chosen;
+  int expert_tiles;
+  Router router;
 };
 
 /// Offsets in dynamic shared memory; the same on host and device.
@@ -45,6 +60,16 @@ template <class W>
 __host__ __device__ constexpr int ring_depth() {
   return kRingBytes / kWarps / W::kSlotBytes;
 }
+
+// kExpertDown: what the blocks of a cluster find in two batches of tiles.
+constexpr int kFoundItems = kMaxChoices * kWarps * 8;  // pairs of sums
+constexpr int kFoundBytes = 2 * kFoundItems * 2 * 4;
+
+/// A row's choice in shared memory.
+struct Chosen {
+  int expert[kMaxChoices];
+  float share[kMaxChoices];
+};
 
 constexpr int kPartialBytes = kWarps * kTileRows * 4;  // sums of a tile and an input row
 

@@ -66,6 +66,20 @@ gpu::Weight weight(const LinearImpl& linear) {
           .scales = view.scales};
 }
 
+/// The weights of all experts, of which `first` and `second` are the first two.
+gpu::Weight expert_weight(const LinearImpl& first, const LinearImpl& second) {
+  gpu::Weight of_all = weight(first);
+  of_all.expert_bytes =
+      static_cast<const uint8_t*>(second.view().data) - static_cast<const uint8_t*>(of_all.data);
+  return of_all;
+}
+
+gpu::ExpertChoice choice(const StepExperts& experts) {
+  return {.choices = static_cast<int>(experts.index.size(1)),
+          .index = experts.index.data_ptr<int32_t>(),
+          .share = experts.weight.data_ptr<float>()};
+}
+
 gpu::StageInput input(const Tensor& x, int64_t rows) {
   return {.x = x.const_data_ptr<float>(), .rows = static_cast<int>(rows)};
 }
@@ -108,17 +122,27 @@ bool supports(const LinearImpl& linear) {
   return f != WeightFormat::kFloat32 && linear.in_features % multiple == 0;
 }
 
+bool supports(const ConditionalFeedForwardImpl& cond_ffn, int64_t choices, at::Device device) {
+  const FeedForwardImpl& expert = *cond_ffn.experts[0];
+  return choices <= gpu::kMaxChoices && cond_ffn.experts.size() <= gpu::kMaxExperts &&
+         at::cuda::getDeviceProperties(device.index())->major >= 9 && supports(*expert.w1) &&
+         supports(*expert.w3) && supports(*expert.w2);
+}
+
 bool supports_attention(const Tensor& k_cache) {
   const int64_t head_dim = k_cache.size(3);
   return k_cache.scalar_type() != at::kFloat && head_dim % 8 == 0 && head_dim <= 256;
 }
 
 bool supports(TransformerImpl& model) {
-  if (!model.device().is_cuda() || model.dtype() == at::kFloat || model.config.num_experts > 0)
-    return false;
+  if (!model.device().is_cuda() || model.dtype() == at::kFloat) return false;
   for (const auto& module : model.modules()) {
     const auto* linear = module->as<LinearImpl>();
     if (linear != nullptr && !supports(*linear)) return false;
+    const auto* cond_ffn = module->as<ConditionalFeedForwardImpl>();
+    if (cond_ffn != nullptr &&
+        !supports(*cond_ffn, model.config.num_activated_experts, model.device()))
+      return false;
   }
   return model.config.head_dim % 8 == 0 && model.config.head_dim <= 256;
 }
@@ -210,6 +234,34 @@ void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, 
 
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x) {
   o_proj_residual(rows, h, w2, x);
+}
+
+void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const LinearImpl& gate, const ConditionalFeedForwardImpl& cond_ffn,
+                      StepExperts& experts, Tensor& h) {
+  const FeedForwardImpl& first = *cond_ffn.experts.front();
+  const FeedForwardImpl& second = *cond_ffn.experts[cond_ffn.experts.size() > 1 ? 1 : 0];
+  gpu::Weight pair = expert_weight(*first.w1, *second.w1);
+  const gpu::Weight up = weight(*first.w3);
+  pair.data2 = up.data;
+  pair.scales2 = up.scales;
+  const Device on(x);
+  C10_CUDA_CHECK(gpu::expert_gate_up_stage(on.launch(), normed_input(x, rows, norm_weight, eps),
+                                           {.gate = gate.weight.const_data_ptr(),
+                                            .type = scalar(gate.weight),
+                                            .experts = static_cast<int>(gate.out_features)},
+                                           pair, choice(experts), h.mutable_data_ptr<float>()));
+}
+
+void moe_down_proj_residual(int64_t rows, const Tensor& h,
+                            const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                            Tensor& x) {
+  const FeedForwardImpl& first = *cond_ffn.experts.front();
+  const FeedForwardImpl& second = *cond_ffn.experts[cond_ffn.experts.size() > 1 ? 1 : 0];
+  const Device on(x);
+  C10_CUDA_CHECK(gpu::expert_down_stage(on.launch(), input(h, rows),
+                                        expert_weight(*first.w2, *second.w2), choice(experts),
+                                        x.mutable_data_ptr<float>()));
 }
 
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,

@@ -12,6 +12,9 @@ namespace gptfast::ops::cuda {
 
 /// True if kernels exist for this layer: every format but float32, k a multiple of 8 (int8: 16).
 bool supports(const LinearImpl& linear);
+/// True if kernels exist for these experts, at most 256 of which a row chooses 1 to 4: they need
+/// compute capability 9.0, whose blocks can share memory.
+bool supports(const ConditionalFeedForwardImpl& cond_ffn, int64_t choices, at::Device device);
 /// True if the attention kernel takes this cache: bfloat16 or float16, head_dim a multiple of 8 up
 /// to 256.
 bool supports_attention(const Tensor& k_cache);
@@ -42,6 +45,12 @@ void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                       const LinearImpl& w1, const LinearImpl& w3, Tensor& h);
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x);
+void moe_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
+                      const LinearImpl& gate, const ConditionalFeedForwardImpl& cond_ffn,
+                      StepExperts& experts, Tensor& h);
+void moe_down_proj_residual(int64_t rows, const Tensor& h,
+                            const ConditionalFeedForwardImpl& cond_ffn, const StepExperts& experts,
+                            Tensor& x);
 void rms_lm_head(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                  const LinearImpl& output, Tensor& logits);
 void sample(const StepRows& rows, const Tensor& logits, const SamplingParams& params, Tensor& next);
