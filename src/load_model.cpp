@@ -2,6 +2,7 @@
 #include "load_model.h"
 
 #include <ATen/ATen.h>
+#include <malloc.h>
 
 #include <array>
 #include <cmath>
@@ -164,6 +165,16 @@ void check_file_name(const std::filesystem::path& file, WeightScheme scheme) {
               ", which its name contradicts");
 }
 
+/// While it lives, freed tensors go back to the system at once. glibc would keep as much as was
+/// ever cut and converted, in every rank of a host.
+class ReturnFreedMemory {
+ public:
+  ReturnFreedMemory() { mallopt(M_MMAP_THRESHOLD, 1 << 20); }
+  ~ReturnFreedMemory() { mallopt(M_MMAP_THRESHOLD, 32 << 20); }  // where glibc's own rule ends
+  ReturnFreedMemory(const ReturnFreedMemory&) = delete;
+  ReturnFreedMemory& operator=(const ReturnFreedMemory&) = delete;
+};
+
 /// What the user says, else what the file's record says; kAuto when neither does.
 Int4Layout find_int4_layout(const std::map<std::string, std::string>& records,
                             const std::string& override_layout) {
@@ -176,6 +187,8 @@ Int4Layout find_int4_layout(const std::map<std::string, std::string>& records,
 }  // namespace
 
 Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadOptions& options) {
+  std::optional<ReturnFreedMemory> return_freed_memory;
+  if (options.tp) return_freed_memory.emplace();
   std::map<std::string, std::string> records;
   StateDict tensors = load_checkpoint(checkpoint_path, &records);
   const Int4Layout int4_layout = find_int4_layout(records, options.int4_layout);
