@@ -38,7 +38,7 @@ StateDict normalize(const StateDict& tensors, const ModelArgs& config) {
   return kept;
 }
 
-StateDict fuse_qkv(StateDict tensors) {
+StateDict fuse_qkv(const StateDict& tensors) {
   StateDict fused;
   for (const auto& [name, tensor] : tensors) {
     const size_t at = name.rfind(".wq.weight");
@@ -200,7 +200,7 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
     tensors = shard_state_dict(tensors, config, options.tp->rank(), ranks, int4_layout);
     config = shard_config(config, ranks);
   }
-  tensors = fuse_qkv(std::move(tensors));
+  tensors = fuse_qkv(tensors);
 
   const SchemeOf scheme = [&](const std::string& fqn) {
     const bool from_hidden = fqn.ends_with(".w2"), from_heads = fqn.ends_with(".wo");

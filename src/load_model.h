@@ -13,7 +13,7 @@ namespace gptfast {
 StateDict normalize(const StateDict& tensors, const ModelArgs& config);
 
 /// wq, wk, wv -> wqkv where a checkpoint keeps them apart (Attention.load_hook of model.py).
-StateDict fuse_qkv(StateDict tensors);
+StateDict fuse_qkv(const StateDict& tensors);
 
 /// True for "....cond_ffn.w1": the weights of all experts of a layer, stored as one tensor.
 bool is_expert_weight(const std::string& name);

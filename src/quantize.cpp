@@ -205,7 +205,7 @@ StateDict load_unquantized(const std::filesystem::path& file, const std::string&
   }
   const ModelArgs config = find_config(file, config_name, tensors);
   tensors = normalize(tensors, config);
-  tensors = fuse_qkv(std::move(tensors));
+  tensors = fuse_qkv(tensors);
   check_config(config, tensors);
   return tensors;
 }
