@@ -175,6 +175,7 @@ void LinearImpl::drop_words() {
 void LinearImpl::gather(const std::vector<LinearImpl*>& layers) {
   for (Tensor LinearImpl::*const form : {&LinearImpl::packed_, &LinearImpl::kernel_scales_}) {
     std::vector<Tensor> parts;
+    parts.reserve(layers.size());
     for (const LinearImpl* layer : layers) parts.push_back(layer->*form);
     if (!parts[0].defined()) continue;
     const Tensor all = at::stack(parts);

@@ -26,6 +26,7 @@ class Generate {
                     const std::string& input = "/dev/null") {
     flags.insert(flags.begin(), std::string(GPTFAST_BIN) + "/generate");
     std::vector<char*> argv;
+    argv.reserve(flags.size() + 1);
     for (auto& flag : flags) argv.push_back(flag.data());
     argv.push_back(nullptr);
     pid_ = fork();
