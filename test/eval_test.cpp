@@ -146,6 +146,7 @@ EvalTask choices_task(size_t items) {
 
 std::vector<Score> scores(const std::vector<double>& loglikelihoods) {
   std::vector<Score> result;
+  result.reserve(loglikelihoods.size());
   for (const double value : loglikelihoods) {
     result.push_back({.loglikelihood = value, .is_greedy = false});
   }
@@ -323,8 +324,9 @@ TEST(EvalScore, SumsTheWindowsOfAText) {
   EXPECT_NEAR(result.nll, -expected / static_cast<double>(result.tokens), 1e-6);
   EXPECT_NEAR(result.perplexity, std::exp(result.nll), 1e-9);
   for (const auto& [window, stride] : {std::pair{65, 1}, {8, 9}, {8, 0}}) {
-    EXPECT_THAT(error_of(
-                    [&] { text_perplexity(model, ByteTokenizer(), text, window, stride, {}); }),
+    EXPECT_THAT(error_of([&, window = window, stride = stride] {
+                  text_perplexity(model, ByteTokenizer(), text, window, stride, {});
+                }),
                 HasSubstr("1 <= stride <= window <= 64"));
   }
   EXPECT_THAT(error_of([&] { text_perplexity(model, ByteTokenizer(), "a", 8, 8, {}); }),
