@@ -11,6 +11,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "cuda_test.h"
 #include "gptfast/generate.h"
 #include "gptfast/quantize.h"
 #include "test_util.h"
@@ -24,56 +25,9 @@ namespace {
 
 #ifdef GPTFAST_CUDA
 
-const at::Device kGpu(at::kCUDA, 0);
 constexpr double kEps = 1e-5;
 
-at::TensorOptions ints() {
-  return at::TensorOptions(kGpu).dtype(at::kInt);
-}
-
-class CudaMoe : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
-    at::manual_seed(11);
-  }
-  c10::InferenceMode guard;
-};
-
-/// Sizes that are no multiple of a tile (16 rows) or a unit (64 or 128 columns).
-ModelArgs odd_config(int64_t experts = 8, int64_t activated = 2) {
-  ModelArgs config;
-  config.n_layer = 2;
-  config.n_head = 6;
-  config.n_local_heads = 2;
-  config.head_dim = 24;
-  config.dim = 144;
-  config.intermediate_size = 336;
-  config.vocab_size = 333;
-  config.block_size = 1024;
-  config.num_experts = experts;
-  config.num_activated_experts = activated;
-  config.finalize();
-  return config;
-}
-
-struct FormatCase {
-  WeightScheme scheme;
-  at::ScalarType precision;
-  double tolerance;  // relative to the largest value
-};
-
-constexpr double kRounded = 1e-2;     // 16-bit activations
-constexpr double kFifteenBit = 1e-3;  // 15-bit activations
-const std::vector<FormatCase> kFormats = {
-    {{WeightFormat::kBFloat16}, at::kBFloat16, kRounded},
-    {{WeightFormat::kFloat16}, at::kHalf, kRounded},
-    {{WeightFormat::kInt8}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 32}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 64}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 128}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 256}, at::kBFloat16, kFifteenBit},
-};
+using CudaMoe = CudaTest;
 
 void write_config(const std::filesystem::path& file, const ModelArgs& c) {
   std::ofstream(file) << nlohmann::json{{"block_size", c.block_size},
@@ -267,7 +221,7 @@ TEST_P(CudaMoeFormats, ARowDependsOnItselfAlone) {
 }
 
 TEST_P(CudaMoeFormats, StepAgreesWithForward) {
-  Transformer model = random_on_gpu(odd_config(), GetParam());
+  Transformer model = random_on_gpu(odd_config(8, 2), GetParam());
   const Tensor tokens = (at::arange(8, ints()) * 37 % 300).unsqueeze(0);
   const Tensor expected = model->forward(tokens, at::arange(8, ints().dtype(at::kLong)))[0];
   const Tensor difference =
@@ -277,7 +231,7 @@ TEST_P(CudaMoeFormats, StepAgreesWithForward) {
 }
 
 TEST_P(CudaMoeFormats, TheCapturedStepGivesTheTokensOfSingleSteps) {
-  Transformer model = random_on_gpu(odd_config(), GetParam());
+  Transformer model = random_on_gpu(odd_config(8, 2), GetParam());
   ASSERT_TRUE(DecodeGraph::supported(*model));
   EXPECT_STREQ(ops::path(kGpu, model->dtype()), "cuda");
   GenerateOptions options;
@@ -292,7 +246,7 @@ TEST_P(CudaMoeFormats, TheCapturedStepGivesTheTokensOfSingleSteps) {
 }
 
 TEST_P(CudaMoeFormats, AWrongExpertChangesTheRowsThatChoseItAndNoOther) {
-  const ModelArgs config = odd_config();
+  const ModelArgs config = odd_config(8, 2);
   const StateDict tensors = random_tensors(config, GetParam());
   Transformer model = load_on_gpu(tensors, config, GetParam().precision);
   at::manual_seed(5);
@@ -337,7 +291,7 @@ TEST_F(CudaMoe, StagesOf128MegabytesLieSideBySide) {
 TEST_F(CudaMoe, RandomExpertsOfAGpuLieInOneBlock) {
   for (const FormatCase& format : kFormats) {
     Transformer model =
-        random_model(odd_config(), format.scheme, format.precision, kGpu, /*seed=*/3);
+        random_model(odd_config(8, 2), format.scheme, format.precision, kGpu, /*seed=*/3);
     LayerOps layer(model);
     layer.run();
     expect_products(layer, format.tolerance);
@@ -387,7 +341,7 @@ TEST_F(CudaMoe, OnlyChosenExpertsAreRead) {
 
 /// A dense model with its MLP copied to every expert behind a random router.
 TEST_F(CudaMoe, EqualExpertsEqualTheDenseModel) {
-  ModelArgs dense_config = odd_config(0, 0);
+  ModelArgs dense_config = odd_config();
   Transformer dense = random_on_gpu(dense_config, kFormats[0]);
   StateDict mixture;
   for (const auto& [name, tensor] : tensors_of(dense)) {

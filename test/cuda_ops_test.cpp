@@ -9,6 +9,7 @@
 #include <iostream>
 #include <limits>
 
+#include "cuda_test.h"
 #include "gptfast/generate.h"
 #include "ops/reference.h"
 #include "test_util.h"
@@ -22,58 +23,6 @@ namespace gptfast {
 namespace {
 
 #ifdef GPTFAST_CUDA
-
-const at::Device kGpu(at::kCUDA, 0);
-
-at::TensorOptions ints() {
-  return at::TensorOptions(kGpu).dtype(at::kInt);
-}
-at::TensorOptions floats() {
-  return at::TensorOptions(kGpu).dtype(at::kFloat);
-}
-
-class CudaTest : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
-    at::manual_seed(11);
-  }
-  c10::InferenceMode guard;
-};
-
-/// Sizes that are no multiple of a tile (16 rows) or a unit (64 or 128 columns).
-ModelArgs odd_config() {
-  ModelArgs config;
-  config.n_layer = 2;
-  config.n_head = 6;
-  config.n_local_heads = 2;
-  config.head_dim = 24;
-  config.dim = 144;
-  config.intermediate_size = 336;
-  config.vocab_size = 333;
-  config.block_size = 1024;
-  config.finalize();
-  return config;
-}
-
-struct FormatCase {
-  WeightScheme scheme;
-  at::ScalarType precision;
-  double tolerance;  // relative to the largest value
-};
-
-constexpr double kRounded = 1e-2;     // 16-bit activations
-constexpr double kFifteenBit = 1e-3;  // 15-bit activations
-const std::vector<FormatCase> kFormats = {
-    {{WeightFormat::kBFloat16}, at::kBFloat16, kRounded},
-    {{WeightFormat::kFloat16}, at::kHalf, kRounded},
-    {{WeightFormat::kInt8}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt8}, at::kHalf, kFifteenBit},
-    {{WeightFormat::kInt4, 32}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 64}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 128}, at::kBFloat16, kFifteenBit},
-    {{WeightFormat::kInt4, 256}, at::kBFloat16, kFifteenBit},
-};
 
 class CudaFormats : public CudaTest, public testing::WithParamInterface<FormatCase> {
  protected:

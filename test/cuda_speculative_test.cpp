@@ -11,6 +11,7 @@
 #include <map>
 #include <random>
 
+#include "cuda_test.h"
 #include "gptfast/generate.h"
 #include "gptfast/speculative.h"
 #include "test_util.h"
@@ -26,16 +27,7 @@ namespace {
 
 #ifdef GPTFAST_CUDA
 
-const at::Device kGpu(at::kCUDA, 0);
-
-class CudaSpeculation : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
-    at::manual_seed(11);
-  }
-  c10::InferenceMode guard;
-};
+using CudaSpeculation = CudaTest;
 
 ModelArgs small_config(int64_t vocab_size, int64_t block_size) {
   ModelArgs config{.block_size = block_size,

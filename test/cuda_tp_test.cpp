@@ -4,6 +4,7 @@
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
+#include "cuda_test.h"
 #include "test_util.h"
 #ifdef GPTFAST_CUDA
 #include <ATen/cuda/CUDAEvent.h>
@@ -23,15 +24,7 @@ namespace {
 
 #ifdef GPTFAST_CUDA
 
-const at::Device kGpu(at::kCUDA, 0);
 constexpr int64_t kCapacity = int64_t{kMaxStepRows} * 8192;
-
-at::TensorOptions floats() {
-  return at::TensorOptions(kGpu).dtype(at::kFloat);
-}
-at::TensorOptions ints() {
-  return at::TensorOptions(kGpu).dtype(at::kInt);
-}
 
 /// Ranks that share a GPU. Kernels of all ranks must be enqueued before the host waits for one.
 struct Ranks {
@@ -77,14 +70,7 @@ struct Ranks {
   std::vector<cuda::Peers> peers;
 };
 
-class CudaTp : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
-    at::manual_seed(11);
-  }
-  c10::InferenceMode guard;
-};
+using CudaTp = CudaTest;
 
 /// Partial sums of every rank, and x + their sum in the order of the kernel.
 struct Sums {
