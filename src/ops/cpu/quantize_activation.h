@@ -84,11 +84,12 @@ inline void quantize_block(const float* x, Int* codes, BlockMeta& meta, float& t
   total = sum(totals);
   const float most = max_lane(largest);
   const float inverse = most > 0 ? kLargestCode / most : 0;
-  // NaN if any column is infinite or NaN, which integers cannot say.
+  // NaN if any column is infinite or NaN, which integers cannot say: then they are zero.
   meta.scale = most * (1 / kLargestCode) + 0 * total;
+  const bool finite = meta.scale == meta.scale;
   Int sums{};
   for (int i = 0; i < kBlockVectors; ++i) {
-    codes[i] = __builtin_convertvector(round(v[i] * inverse), Int);
+    codes[i] = finite ? __builtin_convertvector(round(v[i] * inverse), Int) : Int{};
     sums += codes[i];
   }
   meta.sum = -8 * sum(sums);
