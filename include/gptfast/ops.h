@@ -5,7 +5,7 @@
 // Legend as in model.h. A step has M = B * S <= kMaxStepRows rows; row r = b * S + s is token
 // tokens[b, s] at position pos[b] + s of cache slot slot[b]. A row's result depends only on its own
 // token, position and cache, never on M, on other rows or on the allocated length: K is summed in a
-// fixed order and the cache is split at multiples of kAttentionSplit positions, merged in order.
+// fixed order and the cache is split by the row's own position, merged in order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,8 +20,10 @@ namespace gptfast {
 
 struct ConditionalFeedForwardImpl;  // the experts of a layer; gptfast/model.h
 
-constexpr int64_t kMaxStepRows = 8;       ///< prompts of up to 8 tokens, verification, batches
-constexpr int64_t kAttentionSplit = 256;  ///< absolute positions a partial softmax covers
+constexpr int64_t kMaxStepRows = 8;  ///< prompts of up to 8 tokens, verification, batches
+/// Positions that a partial softmax covers: on CPUs from one multiple to the next; GPUs cut a row's
+/// into at most position / kAttentionSplit + 1 equal parts.
+constexpr int64_t kAttentionSplit = 256;
 
 /// Where the rows of a step stand. All tensors are int32 on the model's device, contiguous.
 struct StepRows {

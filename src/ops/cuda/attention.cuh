@@ -1,378 +1,449 @@
-// What the kernels of attention.cu are made of: the items of a step, reads of keys and values,
-// scores, sums, and the merge of a row's chunks.
+// What the kernel of attention.cu is made of: the items of a step, a warp's stream of keys and
+// values, its products, and the merge of a row's splits.
 #pragma once
 
 #include "ops/cuda/device.cuh"
 
 namespace gptfast::cuda {
 
-constexpr int kSplit = 256;  // positions of a chunk: ops.h's kAttentionSplit
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
-// Query heads that share a read of keys and values. More would need registers that the linear
-// stages beside it use; the heads' blocks run side by side, so the second read comes from L2.
-constexpr int kMaxHeads = 2;
-constexpr int kMaxRegisters =
-    96;  // a block fits an SM beside two blocks of linear stages (stage.cuh)
-// For caches that give every block several chunks of several heads: batches of this many reads a
-// lane go through a ring in shared memory, two ahead of the one in use, from chunk to chunk. On an
-// SM two blocks fit beside one of a linear stage. The results are the same bits.
-constexpr int kStreamReads = 4;
-constexpr int kStreamSlots = 3;
+constexpr int kMinSplit = 256;   // positions: ops.h's kAttentionSplit
+constexpr int kMaxSplits = 128;  // of a row
+constexpr int kUnit = 32;        // splits begin at multiples of this
+// Query heads of a block. Each takes two columns of a product: float32 queries and weights are the
+// sums of two 16-bit values.
+constexpr int kHeads = 4;
 constexpr int kVector = 8;  // elements of 16 bytes
-constexpr int kBatch = 8;   // 16-byte reads in flight a lane
+// Batches of keys and values of a warp in flight, and what goes with that. A stage's blocks must
+// find the same room on all SMs (two on one take twice the time), so every SM gets the same blocks
+// of this kernel, with work or without, and they leave room for one block of a linear stage
+// (stage_layout.cuh): one block of 129 KB, or two of 66 KB. Measured on an H200, the one is faster
+// by 3 % of a step with a row, the two by 1 to 2 % with several.
+constexpr int kDeep = 2;
+constexpr int kShallow = 1;
+constexpr int block_registers(int depth) {
+  return (depth == kDeep ? 120 : 88) * 256;
+}
 
 struct AttentionArgs {
   const float* q;
   Cache cache;
   RowMap map;
   int rows;
-  int head_blocks;  // per key head
-  int block_heads;  // of a block, at most
-  int max_chunks;
-  float* partials;  // [rows, H, max_chunks + 1, Dh + 2]: output, max, sum; the last entry holds a
+  int head_blocks;     // per key head
+  int block_heads;     // of a block, at most
+  int max_splits;      // of a row
+  int partial_splits;  // partials' size
+  float* partials;  // [rows, H, partial_splits, Dh + 2]: output, max, sum; the last entry holds a
                     // counter
   float* y;
 };
 
+/// What a block computes at a time: the query heads of a key head over positions [begin, end).
 struct Item {
-  int row, local_head, first_head, heads, chunk, chunks, position;
+  int row, local_head, first_head, heads, split, splits, begin, end;
   int64_t base;  // element of the cache where this head's position 0 lies
 };
 
-template <int Heads>
-struct SharedState {
-  float scores[Heads][kSplit];
-  float max[Heads];
-  float sum[Heads];
-  float stats[kWarps * Heads * 2];  // merge_chunks: each warp's maxima and sums
-  int last;
-};
+__device__ inline int row_position(const AttentionArgs& a, int row) {
+  return min(a.map.pos[row / a.map.seq_len] + row % a.map.seq_len, a.cache.max_seq - 1);
+}
 
-template <typename T>
-__device__ inline void unpack(uint4 v, float (&out)[kVector]) {
-  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (__is_same(T, __nv_bfloat16)) {
-      out[2 * i] = __uint_as_float(words[i] << 16);
-      out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000U);
-    } else {
-      const float2 f = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-      out[2 * i] = f.x;
-      out[2 * i + 1] = f.y;
-    }
-  }
+/// A row's splits: as many as its position, the heads and the GPU make useful, whatever the other
+/// rows are.
+__device__ inline int count_splits(const AttentionArgs& a, int position) {
+  return min(position / kMinSplit + 1, a.max_splits);
 }
 
 __device__ inline bool find_item(const AttentionArgs& a, int index, Item& item) {
   const int groups = a.cache.local_heads * a.head_blocks;
   item.row = index % a.rows;
   const int group = index / a.rows % groups;
-  item.chunk = index / a.rows / groups;
+  item.split = index / a.rows / groups;
   item.local_head = group / a.head_blocks;
   const int repeat = a.cache.heads / a.cache.local_heads;
   const int first = group % a.head_blocks * a.block_heads;
   item.first_head = item.local_head * repeat + first;
   item.heads = min(a.block_heads, repeat - first);
-  const int b = item.row / a.map.seq_len;
-  item.position = min(a.map.pos[b] + item.row % a.map.seq_len, a.cache.max_seq - 1);
-  item.chunks = item.position / kSplit + 1;
-  item.base = (static_cast<int64_t>(a.map.slot[b]) * a.cache.local_heads + item.local_head) *
+  const int position = row_position(a, item.row);
+  item.splits = count_splits(a, position);
+  const int units = position / kUnit + 1;
+  item.begin = units * item.split / item.splits * kUnit;
+  item.end = min(units * (item.split + 1) / item.splits * kUnit, position + 1);
+  const int slot = a.map.slot[item.row / a.map.seq_len];
+  item.base = (static_cast<int64_t>(slot) * a.cache.local_heads + item.local_head) *
               a.cache.max_seq * a.cache.head_dim;
-  return item.chunk < item.chunks;
+  return item.split < item.splits;
 }
 
 /// Items of a step: what the longest row needs, for every row.
 __device__ inline int count_items(const AttentionArgs& a) {
-  int chunks = 0;
+  int splits = 0;
   for (int row = 0; row < a.rows; ++row) {
-    const int position =
-        min(a.map.pos[row / a.map.seq_len] + row % a.map.seq_len, a.cache.max_seq - 1);
-    chunks = max(chunks, position / kSplit + 1);
+    splits = max(splits, count_splits(a, row_position(a, row)));
   }
-  return chunks * a.cache.local_heads * a.head_blocks * a.rows;
+  return splits * a.cache.local_heads * a.head_blocks * a.rows;
 }
 
-/// How a block reads a chunk: 16 bytes a lane, `Lanes` lanes a position, the warps side by side.
-template <int Lanes>
+/// Sizes for heads of up to `Dims` dimensions, a power of two.
+template <int Dims>
 struct Layout {
-  static constexpr int kPositions = kWarp / Lanes * kWarps;  // a block reads at a time
-  static constexpr int kSteps = kSplit / kPositions;
-  static constexpr int kReads = kSteps < kBatch ? kSteps : kBatch;  // of a batch
-  static constexpr int kStreamBatches = kSteps / kStreamReads;
+  static constexpr int kWarps = Dims <= 128 ? 8 : 4;
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kTiles = Dims <= 64 ? 2 : 1;  // of 16 positions, in a batch
+  static constexpr int kRows = 16 * kTiles;
+  static constexpr int kStride = kWarps * kRows;  // positions from a warp's batch to its next
+  static constexpr int kPitch = Dims * 2;         // bytes of a row
+  static constexpr int kSlotBytes = kRows * kPitch;
+  static constexpr int kBatchBytes = 2 * kSlotBytes;  // keys, then values
+  static constexpr int kSteps = Dims / 16;            // products a tile
+  static constexpr int kQueryBytes = kSteps * kWarp * 8;
+  // Where the ring was: a head's sums, or a head's merged sum and the splits' factors.
+  static constexpr int kOutPitch = Dims + 8;
+  static_assert(kHeads * kOutPitch * 4 <= kBatchBytes);
+  static_assert(Dims * 4 + kMaxSplits * 8 <= kBatchBytes);
 
-  __device__ static int position(int step) {  // in the chunk
-    return step * kPositions + static_cast<int>(threadIdx.x) / Lanes;
+  static constexpr int shared_bytes(int depth) {
+    return kWarps * depth * kBatchBytes + kQueryBytes;
   }
-  __device__ static int dim() { return static_cast<int>(threadIdx.x) % Lanes * kVector; }
+
+  /// The 16-byte pieces of row r lie at piece ^ swizzle(r), so that 8 rows' pieces with one number
+  /// lie in different banks. Of sums of different powers of two it is the xor.
+  __device__ static constexpr int swizzle(int row) { return Dims >= 64 ? row & 7 : row >> 1 & 3; }
 };
 
-/// Reads this lane's part of the positions [begin, end) that the batch from `step` on covers;
-/// leaves the others alone.
-template <typename T, int Lanes>
-__device__ inline void read_rows(const AttentionArgs& a, const Item& item, const void* cache,
-                                 int step, int begin, int end,
-                                 uint4 (&raw)[Layout<Lanes>::kReads]) {
-  using L = Layout<Lanes>;
-  const T* from = static_cast<const T*>(cache) + item.base + L::dim();
-  if (L::dim() >= a.cache.head_dim) return;
-#pragma unroll
-  for (int i = 0; i < L::kReads; ++i) {
-    const int position = item.chunk * kSplit + L::position(step + i);
-    if (position >= begin && position < end) {
-      raw[i] = __ldcg(reinterpret_cast<const uint4*>(from + position * a.cache.head_dim));
-    }
+template <int Dims>
+struct SharedState {
+  float2 stats[Layout<Dims>::kWarps][kHeads];  // max, sum
+  int last;
+};
+
+/// One warp's copies of an item's keys and values: batches of kRows positions, the warps' side by
+/// side. A lane copies one piece of every kStep-th row.
+template <int Dims>
+struct Stream {
+  using L = Layout<Dims>;
+  static constexpr int kPieces = Dims / kVector;
+  static constexpr int kStep = kWarp / kPieces;  // rows that the warp copies at a time
+  static constexpr int kCopies = L::kRows / kStep;
+
+  const AttentionArgs& a;
+  int row, dim;
+  uint32_t offset;  // of this lane's piece in a slot
+
+  __device__ Stream(const AttentionArgs& args, int lane)
+      : a(args), row(lane / kPieces), dim(lane % kPieces * kVector) {
+    offset = row * L::kPitch + (lane % kPieces ^ L::swizzle(row)) * 16;
   }
-}
 
-/// The same into shared memory, asynchronously: slot i of this thread. A thread reads back only
-/// what it copied.
-template <typename T, int Lanes, int Reads>
-__device__ inline void copy_rows(const AttentionArgs& a, const Item& item, const void* cache,
-                                 int step, int begin, int end, uint32_t slots) {
-  using L = Layout<Lanes>;
-  const T* from = static_cast<const T*>(cache) + item.base + L::dim();
-  if (L::dim() >= a.cache.head_dim) return;
-#pragma unroll
-  for (int i = 0; i < Reads; ++i) {
-    const int position = item.chunk * kSplit + L::position(step + i);
-    if (position >= begin && position < end) {
-      copy_async16(slots + i * kThreads * 16, from + position * a.cache.head_dim, true,
-                   evict_first_policy());
-    }
+  __device__ static uint32_t copy_offset(uint32_t offset, int i) {
+    return (offset ^ L::swizzle(i * kStep) * 16) + i * kStep * L::kPitch;
   }
-}
 
-/// What this thread copied.
-template <int Lanes, int Reads>
-__device__ inline void load_slots(const AttentionArgs& a, uint32_t slots, uint4 (&rows)[Reads]) {
-  if (Layout<Lanes>::dim() >= a.cache.head_dim) return;
+  /// Requests the positions of the batch at `first` that are below `end`.
+  __device__ void request_past(const void* cache, const Item& item, int first, int end,
+                               uint32_t slot) const {
+    const auto* from = static_cast<const uint16_t*>(cache) + item.base + dim;
+    if (dim >= a.cache.head_dim) return;
 #pragma unroll
-  for (int i = 0; i < Reads; ++i) rows[i] = load_shared16(slots + i * kThreads * 16);
-}
-
-/// scores[h][i] = q_h . k_i / sqrt(Dh) for the positions of a batch; -inf past the row's own.
-template <typename T, int Lanes, int Heads, int Reads>
-__device__ inline void score_rows(const Item& item, int step, const uint4 (&raw)[Reads],
-                                  const float (&q)[Heads][kVector], SharedState<Heads>& s) {
-  using L = Layout<Lanes>;
-#pragma unroll
-  for (int i = 0; i < Reads; ++i) {
-    float key[kVector];
-    unpack<T>(raw[i], key);
-    const int at = L::position(step + i);
-#pragma unroll
-    for (int h = 0; h < Heads; ++h) {
-      float dot = 0;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) dot = __fmaf_rn(q[h][j], key[j], dot);
-#pragma unroll
-      for (int offset = Lanes / 2; offset > 0; offset /= 2) {
-        dot += __shfl_xor_sync(0xffffffffU, dot, offset);
-      }
-      if (threadIdx.x % Lanes == 0) {
-        s.scores[h][at] = item.chunk * kSplit + at <= item.position ? dot : -INFINITY;
+    for (int i = 0; i < kCopies; ++i) {
+      const int position = first + i * kStep + row;
+      if (position < end) {
+        copy_async16(slot + copy_offset(offset, i), from + position * a.cache.head_dim);
       }
     }
   }
+
+  /// Requests those from `begin` on, zeros where the item or the head ends: rubbish times zero may
+  /// not be zero.
+  __device__ void request(const void* cache, const Item& item, int first, int begin,
+                          uint32_t slot) const {
+    if (first < item.end) {
+      const auto* from = static_cast<const uint16_t*>(cache) + item.base;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int position = first + i * kStep + row;
+        const bool valid = position < item.end && dim < a.cache.head_dim;
+        const int at = valid ? position * a.cache.head_dim + dim : 0;
+        if (position >= begin || !valid) {
+          copy_async16(slot + copy_offset(offset, i), from + at, valid);
+        }
+      }
+    }
+    commit_copies();
+  }
+};
+
+template <typename T>
+__device__ inline T round_to(float v) {
+  if constexpr (__is_same(T, __nv_bfloat16)) {
+    return __float2bfloat16_rn(v);
+  } else {
+    return __float2half_rn(v);
+  }
+}
+__device__ inline float widen(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
+__device__ inline float widen(__half v) {
+  return __half2float(v);
+}
+/// a in the low half.
+__device__ inline uint32_t pack(__nv_bfloat16 a, __nv_bfloat16 b) {
+  return static_cast<uint32_t>(__bfloat16_as_ushort(b)) << 16 | __bfloat16_as_ushort(a);
+}
+__device__ inline uint32_t pack(__half a, __half b) {
+  return static_cast<uint32_t>(__half_as_ushort(b)) << 16 | __half_as_ushort(a);
 }
 
-/// scores -> exp(scores - max); the maximum and the sum beside them. One warp a head.
-template <int Heads>
-__device__ void softmax_chunk(const Item& item, SharedState<Heads>& s) {
-  const int h = static_cast<int>(threadIdx.x) / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  if (h >= item.heads) return;
-  const int used = item.position - item.chunk * kSplit;  // the last position that was scored
-  float v[kSplit / kWarp];
+/// v as the sum of two values of type T.
+template <typename T>
+struct Parts {
+  T hi, lo;
+  __device__ explicit Parts(float v) : hi(round_to<T>(v)), lo(round_to<T>(v - widen(hi))) {}
+};
+
+/// Queries times log2(e) / sqrt(Dh) as operands b, [kSteps][kWarp] in shared memory: column 2h is
+/// head h's high parts, 2h + 1 its low ones.
+template <typename T, int Dims>
+__device__ inline void store_queries(const AttentionArgs& a, const Item& item, uint2* queries) {
+  using L = Layout<Dims>;
+  constexpr float kLog2E = 1.4426950408889634F;
+  const float scale = rsqrtf(static_cast<float>(a.cache.head_dim)) * kLog2E;
+  for (int i = static_cast<int>(threadIdx.x); i < L::kSteps * kWarp; i += L::kThreads) {
+    const int g = i % kWarp / 4;
+    const int t = i % 4;
+    const float* q =
+        a.q + (static_cast<int64_t>(item.row) * a.cache.heads + item.first_head + g / 2) *
+                  a.cache.head_dim;
+    uint32_t b[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int dim = i / kWarp * 16 + half * 8 + 2 * t;
+      float2 v = {0.0F, 0.0F};
+      if (g / 2 < item.heads && dim < a.cache.head_dim) {
+        v = __ldcg(reinterpret_cast<const float2*>(q + dim));
+      }
+      const Parts<T> x(v.x * scale);
+      const Parts<T> y(v.y * scale);
+      b[half] = g % 2 == 0 ? pack(x.hi, y.hi) : pack(x.lo, y.lo);
+    }
+    queries[i] = {b[0], b[1]};
+  }
+}
+
+/// A warp's sums over the positions it has seen. Lane 4 * g + t has head t: of every 16 dimensions
+/// numbers g and g + 8.
+template <typename T, int Dims>
+struct Accumulator {
+  using L = Layout<Dims>;
   float max = -INFINITY;
-#pragma unroll
-  for (int i = 0; i < kSplit / kWarp; ++i) {
-    v[i] = i * kWarp + lane <= used ? s.scores[h][i * kWarp + lane] : -INFINITY;
-    max = fmaxf(max, v[i]);
-  }
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    max = fmaxf(max, __shfl_xor_sync(0xffffffffU, max, offset));
-  }
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < kSplit / kWarp; ++i) {
-    v[i] = __expf(v[i] - max);
-    sum += v[i];
-    s.scores[h][i * kWarp + lane] = v[i];
-  }
-  sum = warp_sum(sum);
-  if (lane == 0) s.max[h] = max, s.sum[h] = sum;
-}
+  float sum = 0;                 // of this lane's positions only
+  float out[L::kSteps][4] = {};  // dimension g by high and low weights, then g + 8
 
-/// acc[h] += p_i v_i for the positions of a batch.
-template <typename T, int Lanes, int Heads, int Reads>
-__device__ inline void weigh_rows(const Item& item, int step, const uint4 (&raw)[Reads],
-                                  const SharedState<Heads>& s, float (&acc)[Heads][kVector]) {
-  using L = Layout<Lanes>;
+  /// Weights exp2(q k - max) of a batch of keys as operand b of the products with values.
+  __device__ void weigh(uint32_t keys, const uint2* queries, int first, int end, int lane,
+                        uint32_t (&weights)[L::kTiles][2]) {
+    float score[L::kTiles][2];
+    const int row = lane % 16;
+    uint32_t from = keys + row * L::kPitch + (lane / 16 ^ L::swizzle(row)) * 16;
 #pragma unroll
-  for (int i = 0; i < Reads; ++i) {
-    const int at = L::position(step + i);
-    if (item.chunk * kSplit + at > item.position) continue;  // p is zero, the read may be rubbish
-    float value[kVector];
-    unpack<T>(raw[i], value);
+    for (int tile = 0; tile < L::kTiles; ++tile, from += 16 * L::kPitch) {
+      float c[2][4] = {};
 #pragma unroll
-    for (int h = 0; h < Heads; ++h) {
-      const float p = s.scores[h][at];
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) acc[h][j] = __fmaf_rn(p, value[j], acc[h][j]);
-    }
-  }
-}
-
-/// out[warp][h][d] = sums over the warp's positions.
-template <int Lanes, int Heads>
-__device__ inline void store_sums(const AttentionArgs& a, float (&acc)[Heads][kVector],
-                                  float* out) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int d = Layout<Lanes>::dim();
-#pragma unroll
-  for (int h = 0; h < Heads; ++h) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-#pragma unroll
-      for (int offset = Lanes; offset < kWarp; offset *= 2) {
-        acc[h][j] += __shfl_xor_sync(0xffffffffU, acc[h][j], offset);
+      for (int j = 0; j < L::kSteps; ++j) {
+        const uint4 k = load_matrices(from ^ j * 32);
+        const uint2 q = queries[j * kWarp + lane];
+        mma_k16<T>(c[j % 2], k.x, k.y, k.z, k.w, q.x, q.y);
       }
-      if (threadIdx.x % kWarp < Lanes && d < a.cache.head_dim) {
-        out[(warp * Heads + h) * a.cache.head_dim + d + j] = acc[h][j];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int position = first + tile * 16 + half * 8 + lane / 4;
+        const float high = c[0][2 * half] + c[1][2 * half];
+        const float low = c[0][2 * half + 1] + c[1][2 * half + 1];
+        score[tile][half] = position < end ? high + low : -INFINITY;
+      }
+    }
+    float most = max;
+#pragma unroll
+    for (int tile = 0; tile < L::kTiles; ++tile) {
+      most = fmaxf(most, fmaxf(score[tile][0], score[tile][1]));
+    }
+#pragma unroll
+    for (int offset = 4; offset < kWarp; offset *= 2) {
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffU, most, offset));
+    }
+    scale(exp2f(max - most));
+    max = most;
+#pragma unroll
+    for (int tile = 0; tile < L::kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float weight = exp2f(score[tile][half] - max);
+        sum += weight;
+        const Parts<T> parts(weight);
+        weights[tile][half] = transpose_matrix(pack(parts.hi, parts.lo));
       }
     }
   }
+
+  __device__ void scale(float factor) {
+    sum *= factor;
+#pragma unroll
+    for (int j = 0; j < L::kSteps; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j][i] *= factor;
+    }
+  }
+
+  __device__ void add(uint32_t values, const uint32_t (&weights)[L::kTiles][2], int lane) {
+    const int row = lane / 16 * 8 + lane % 8;
+    uint32_t from = values + row * L::kPitch + (lane / 8 % 2 ^ L::swizzle(row)) * 16;
+#pragma unroll
+    for (int tile = 0; tile < L::kTiles; ++tile, from += 16 * L::kPitch) {
+#pragma unroll
+      for (int j = 0; j < L::kSteps; ++j) {
+        const uint4 v = load_matrices_transposed(from ^ j * 32);
+        mma_k16<T>(out[j], v.x, v.y, v.z, v.w, weights[tile][0], weights[tile][1]);
+      }
+    }
+  }
+
+  /// sums [head][kOutPitch] and this head's entry of stats.
+  __device__ void store(float* sums, float2* stats, int lane) {
+    const int g = lane / 4;
+    const int t = lane % 4;
+#pragma unroll
+    for (int offset = 4; offset < kWarp; offset *= 2) {
+      sum += __shfl_xor_sync(0xffffffffU, sum, offset);
+    }
+    if (g == 0) stats[t] = {max, sum};
+#pragma unroll
+    for (int j = 0; j < L::kSteps; ++j) {
+      sums[t * L::kOutPitch + j * 16 + g] = out[j][0] + out[j][1];
+      sums[t * L::kOutPitch + j * 16 + g + 8] = out[j][2] + out[j][3];
+    }
+  }
+};
+
+__device__ inline int64_t head_index(const AttentionArgs& a, const Item& item, int h) {
+  return static_cast<int64_t>(item.row) * a.cache.heads + item.first_head + h;
 }
 
-/// Writes the chunk's result: the row's output when there is one chunk, else a partial one.
-template <int Heads>
-__device__ void store_chunk(const AttentionArgs& a, const Item& item, const SharedState<Heads>& s,
-                            const float* out) {
+/// A head's partial results, one a split.
+__device__ inline float* partial_of(const AttentionArgs& a, const Item& item, int h, int split) {
+  return a.partials + (head_index(a, item, h) * a.partial_splits + split) * (a.cache.head_dim + 2);
+}
+
+/// Adds up what the warps found: the row's output when there is one split, else a partial one.
+/// sums: `pitch` floats a warp.
+template <int Dims>
+__device__ void store_split(const AttentionArgs& a, const Item& item, const float* sums, int pitch,
+                            const float2 (&stats)[Layout<Dims>::kWarps][kHeads]) {
+  using L = Layout<Dims>;
   const int dh = a.cache.head_dim;
-  for (int i = static_cast<int>(threadIdx.x); i < item.heads * dh; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < item.heads * dh; i += L::kThreads) {
     const int h = i / dh;
     const int d = i % dh;
-    float sum = 0;
+    float max = -INFINITY;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += out[(w * Heads + h) * dh + d];
-    const int64_t head = static_cast<int64_t>(item.row) * a.cache.heads + item.first_head + h;
-    if (item.chunks == 1) {
-      a.y[head * dh + d] = sum / s.sum[h];
+    for (int w = 0; w < L::kWarps; ++w) max = fmaxf(max, stats[w][h].x);
+    float sum = 0;
+    float value = 0;
+#pragma unroll
+    for (int w = 0; w < L::kWarps; ++w) {
+      const float factor = exp2f(stats[w][h].x - max);
+      sum = __fmaf_rn(stats[w][h].y, factor, sum);
+      value = __fmaf_rn(sums[w * pitch + h * L::kOutPitch + d], factor, value);
+    }
+    if (item.splits == 1) {
+      a.y[head_index(a, item, h) * dh + d] = value / sum;
     } else {
-      float* partial = a.partials + (head * (a.max_chunks + 1) + item.chunk) * (dh + 2);
-      partial[d] = sum;
-      if (d == 0) partial[dh] = s.max[h], partial[dh + 1] = s.sum[h];
+      float* partial = partial_of(a, item, h, item.split);
+      partial[d] = value;
+      if (d == 0) partial[dh] = max, partial[dh + 1] = sum;
     }
   }
 }
 
-/// Merges a row's chunks: each warp a run of them in order, then the warps in order.
-template <int Heads>
-__device__ void merge_chunks(const AttentionArgs& a, const Item& item, float* out, float* stats) {
+/// True for all threads of the block that stored a row's last split.
+__device__ inline bool is_last(const AttentionArgs& a, const Item& item, int& shared_last) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    auto* counter = reinterpret_cast<unsigned*>(partial_of(a, item, 0, a.partial_splits - 1));
+    const unsigned last = static_cast<unsigned>(item.splits) - 1;
+    shared_last = static_cast<int>(count_arrival(counter, last) == last);
+  }
+  __syncthreads();
+  return shared_last != 0;
+}
+
+/// Merges a row's splits: `parts` warps a head, each every parts-th split in order, then the parts
+/// in order. shared: `pitch` floats a warp, for its sums and then its splits' factors.
+template <int Dims>
+__device__ void merge_splits(const AttentionArgs& a, const Item& item, float* shared, int pitch,
+                             float2 (&stats)[Layout<Dims>::kWarps][kHeads]) {
+  using L = Layout<Dims>;
+  constexpr int kValues = Dims / kWarp;
+  constexpr int kAhead = 4;  // splits that a warp requests at a time
   const int dh = a.cache.head_dim;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int begin = item.chunks * warp / kWarps;
-  const int end = item.chunks * (warp + 1) / kWarps;
-  for (int h = 0; h < item.heads; ++h) {
-    const int64_t head = static_cast<int64_t>(item.row) * a.cache.heads + item.first_head + h;
-    const float* partial = a.partials + head * (a.max_chunks + 1) * (dh + 2);
+  const int parts = L::kWarps / item.heads;
+  float* const sums = shared + warp * pitch;
+  auto* const factors = reinterpret_cast<float2*>(sums + Dims);
+  if (warp < parts * item.heads) {
+    const float* partials = partial_of(a, item, warp / parts, 0);
+    float values[kAhead][kValues] = {};
+    const auto load = [&](int c) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, c += parts) {
+#pragma unroll
+        for (int j = 0; j < kValues; ++j) {
+          const int d = lane + j * kWarp;
+          if (c < item.splits && d < dh) values[i][j] = __ldcg(partials + c * (dh + 2) + d);
+        }
+      }
+    };
+    load(warp % parts);
     float max = -INFINITY;
-    for (int c = begin + lane; c < end; c += kWarp) {
-      max = fmaxf(max, __ldcg(partial + static_cast<int64_t>(c) * (dh + 2) + dh));
+    for (int c = lane; c < item.splits; c += kWarp) {
+      factors[c] = __ldcg(reinterpret_cast<const float2*>(partials + c * (dh + 2) + dh));
+      max = fmaxf(max, factors[c].x);
     }
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       max = fmaxf(max, __shfl_xor_sync(0xffffffffU, max, offset));
     }
     float sum = 0;
-    float acc[kWarp / kVector * 2] = {};  // Dh <= 256: lane holds lane, lane + 32, ...
-#pragma unroll 4
-    for (int c = begin; c < end; ++c) {
-      const float* p = partial + static_cast<int64_t>(c) * (dh + 2);
-      const float factor = __expf(__ldcg(p + dh) - max);
-      sum = __fmaf_rn(__ldcg(p + dh + 1), factor, sum);
+    for (int c = lane; c < item.splits; c += kWarp) {
+      factors[c].x = exp2f(factors[c].x - max);
+      sum = __fmaf_rn(factors[c].y, factors[c].x, sum);
+    }
+    sum = warp_sum(sum);
+    __syncwarp();
+    if (lane == 0) stats[warp][0].y = sum;
+    float acc[kValues] = {};
+    for (int c = warp % parts; c < item.splits;) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (lane + i * kWarp < dh) acc[i] = __fmaf_rn(__ldcg(p + lane + i * kWarp), factor, acc[i]);
+      for (int i = 0; i < kAhead; ++i, c += parts) {
+        if (c >= item.splits) break;
+#pragma unroll
+        for (int j = 0; j < kValues; ++j) {
+          acc[j] = __fmaf_rn(values[i][j], factors[c].x, acc[j]);
+        }
       }
+      load(c);
     }
-    for (int i = 0; i < 8; ++i) {
-      if (lane + i * kWarp < dh) out[(warp * Heads + h) * dh + lane + i * kWarp] = acc[i];
-    }
-    if (lane == 0) stats[(warp * Heads + h) * 2] = max, stats[(warp * Heads + h) * 2 + 1] = sum;
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) sums[lane + j * kWarp] = acc[j];
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < item.heads * dh; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < item.heads * dh; i += L::kThreads) {
     const int h = i / dh;
-    float max = -INFINITY;
-    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, stats[(w * Heads + h) * 2]);
-    float sum = 0;
     float value = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      const float factor = __expf(stats[(w * Heads + h) * 2] - max);
-      sum = __fmaf_rn(stats[(w * Heads + h) * 2 + 1], factor, sum);
-      value = __fmaf_rn(out[(w * Heads + h) * dh + i % dh], factor, value);
-    }
-    const int64_t head = static_cast<int64_t>(item.row) * a.cache.heads + item.first_head + h;
-    a.y[head * dh + i % dh] = value / sum;
+    for (int p = 0; p < parts; ++p) value += shared[(h * parts + p) * pitch + i % dh];
+    a.y[head_index(a, item, h) * dh + i % dh] = value / stats[h * parts][0].y;
   }
-}
-
-/// Requests into L2 the chunk's keys and values that earlier steps wrote.
-template <typename T>
-__device__ inline void prefetch_past(const AttentionArgs& a, const Item& item, int past) {
-#if __CUDA_ARCH__ >= 900
-  const int begin = item.chunk * kSplit;
-  const int count = min(past - begin, kSplit);
-  if (count <= 0 || threadIdx.x >= 2) return;
-  const T* from = static_cast<const T*>(threadIdx.x == 0 ? a.cache.k : a.cache.v) + item.base +
-                  static_cast<int64_t>(begin) * a.cache.head_dim;
-  const uint32_t bytes = static_cast<uint32_t>(count * a.cache.head_dim * sizeof(T));
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
-/// This lane's dimensions of the queries, times 1 / sqrt(Dh).
-template <int Lanes, int Heads>
-__device__ inline void read_queries(const AttentionArgs& a, const Item& item,
-                                    float (&q)[Heads][kVector]) {
-  const int d = Layout<Lanes>::dim();
-  const float scale = rsqrtf(static_cast<float>(a.cache.head_dim));
-#pragma unroll
-  for (int h = 0; h < Heads; ++h) {
-    const int64_t head = static_cast<int64_t>(item.row) * a.cache.heads + item.first_head + h;
-    const bool in = h < item.heads && d < a.cache.head_dim;
-#pragma unroll
-    for (int i = 0; i < kVector; i += 4) {
-      const float4 v =
-          in ? __ldcg(reinterpret_cast<const float4*>(a.q + head * a.cache.head_dim + d + i))
-             : float4{0, 0, 0, 0};
-      q[h][i] = v.x * scale, q[h][i + 1] = v.y * scale, q[h][i + 2] = v.z * scale,
-      q[h][i + 3] = v.w * scale;
-    }
-  }
-}
-
-/// True for all threads of the block that stored a row's last chunk.
-template <int Heads>
-__device__ inline bool is_last(const AttentionArgs& a, const Item& item, SharedState<Heads>& s) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const int64_t head = static_cast<int64_t>(item.row) * a.cache.heads + item.first_head;
-    float* counter =
-        a.partials + (head * (a.max_chunks + 1) + a.max_chunks) * (a.cache.head_dim + 2);
-    const unsigned last = static_cast<unsigned>(item.chunks) - 1;
-    s.last = static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(counter), last) == last);
-  }
-  __syncthreads();
-  __threadfence();
-  return s.last != 0;
 }
 
 }  // namespace gptfast::cuda

@@ -64,6 +64,13 @@ __device__ inline void copy_async16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
+/// Copies 16 bytes without a hint, or writes zeros when `valid` is false.
+__device__ inline void copy_async16(uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 /// Copies 8 bytes.
 __device__ inline void copy_async8(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(dst), "l"(src) : "memory");
@@ -103,6 +110,17 @@ __device__ inline uint32_t load_shared4(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+
+/// atomicInc() that orders what the block wrote before a barrier ahead of it, and what the blocks
+/// that came before wrote ahead of what follows.
+__device__ inline unsigned count_arrival(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
 }
 
 // ---- Tensor core products, accumulated in place. Lane = 4 * g + t. a: rows g and g + 8 of a
@@ -160,6 +178,36 @@ __device__ inline void mma_k32_int8_from(int (&d)[4], int c, uint32_t a0, uint32
       "{%10,%10,%10,%10};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c));
+}
+
+// ---- 8 x 8 matrices of 16-bit elements. Lane 4 * g + t holds elements 2t and 2t + 1 of row g in a
+// register: a quarter of operand a above, half of b transposed.
+
+/// Four matrices from shared memory; lanes 8 i .. 8 i + 7 pass the addresses of the rows of matrix
+/// i, 16 bytes each.
+__device__ inline uint4 load_matrices(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+/// The same with every matrix transposed.
+__device__ inline uint4 load_matrices_transposed(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ inline uint32_t transpose_matrix(uint32_t v) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(v));
+  return transposed;
 }
 
 // ---- Scalars whose type is a launch argument: norm weights, caches and tables have the model's
