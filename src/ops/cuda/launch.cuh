@@ -7,10 +7,10 @@
 
 namespace gptfast::cuda {
 
-/// Cluster: blocks that share their memories (sm_90).
-template <int Cluster = 1, typename... Params, typename... Args>
-inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...), dim3 grid,
-                                 int threads, int shared_bytes, const Args&... args) {
+/// cluster: blocks that share their memories (sm_90), or 1.
+template <typename... Params, typename... Args>
+inline cudaError_t launch_cluster(const Launch& launch, int cluster, void (*kernel)(Params...),
+                                  dim3 grid, int threads, int shared_bytes, const Args&... args) {
   if (shared_bytes > 48 * 1024) {  // what a block may have without asking
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -28,9 +28,9 @@ inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...)
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
-  if (Cluster > 1) {
+  if (cluster > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim.x = Cluster;
+    attributes[count].val.clusterDim.x = cluster;
     attributes[count].val.clusterDim.y = 1;
     attributes[count++].val.clusterDim.z = 1;
   }
@@ -42,6 +42,12 @@ inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...)
   config.attrs = attributes;
   config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+template <typename... Params, typename... Args>
+inline cudaError_t launch_kernel(const Launch& launch, void (*kernel)(Params...), dim3 grid,
+                                 int threads, int shared_bytes, const Args&... args) {
+  return launch_cluster(launch, /*cluster=*/1, kernel, grid, threads, shared_bytes, args...);
 }
 
 inline cudaError_t multiprocessors(int& count) {

@@ -76,9 +76,9 @@ cudaError_t sample(const Launch& launch, const SampleArgs& args, int batch_size)
     return launch_kernel(launch, sample_kernel<1>, dim3(batch_size), kSelectThreads,
                          /*shared_bytes=*/0, args);
   }
-  return launch_kernel<kClusterBlocks>(launch, sample_kernel<kClusterBlocks>,
-                                       dim3(batch_size * kClusterBlocks), kSelectThreads,
-                                       /*shared_bytes=*/0, args);
+  return launch_cluster(launch, kClusterBlocks, sample_kernel<kClusterBlocks>,
+                        dim3(batch_size * kClusterBlocks), kSelectThreads,
+                        /*shared_bytes=*/0, args);
 }
 
 cudaError_t advance(const Launch& launch, const AdvanceArgs& args) {

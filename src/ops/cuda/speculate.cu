@@ -319,11 +319,11 @@ cudaError_t accept_round(const Launch& launch, const AcceptArgs& args) {
   const int rows = args.round.k + 1 + (args.draft_logits != nullptr ? args.round.k : 0);
   const auto run = [&](auto stats, auto accept, auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
-    const cudaError_t error = launch_kernel<kBlocks>(launch, stats, dim3(rows * kBlocks),
-                                                     kSelectThreads, /*shared_bytes=*/0, args);
+    const cudaError_t error = launch_cluster(launch, kBlocks, stats, dim3(rows * kBlocks),
+                                             kSelectThreads, /*shared_bytes=*/0, args);
     if (error != cudaSuccess) return error;
-    return launch_kernel<kBlocks>(launch, accept, dim3(kBlocks), kSelectThreads,
-                                  /*shared_bytes=*/0, args);
+    return launch_cluster(launch, kBlocks, accept, dim3(kBlocks), kSelectThreads,
+                          /*shared_bytes=*/0, args);
   };
   return launch.clusters ? run(stats_kernel<kClusterBlocks>, accept_kernel<kClusterBlocks>,
                                std::integral_constant<int, kClusterBlocks>())

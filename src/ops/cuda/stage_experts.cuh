@@ -1,7 +1,7 @@
 // Launching the stages of a mixture's experts.
 #pragma once
 
-#include "ops/cuda/stage.cuh"
+#include "ops/cuda/stage_launch.cuh"
 
 namespace gptfast::cuda {
 
@@ -24,14 +24,16 @@ inline cudaError_t launch_expert_stage(const Launch& launch, StageArgs args) {
   args.neighbours = tile_bytes<W>(args) * args.tiles * Cluster >= kNeighbourBytes;
   const int blocks = std::min(args.tiles, sms / Cluster);
   args.batch = std::min(args.tiles / blocks + 1, kWarps);
-  int bytes = shared_layout<W>(/*rows=*/1, args.padded_k, args.batch, args.norm_bytes).total;
+  int bytes =
+      shared_layout<W, OneRow>(/*rows=*/1, args.padded_k, args.batch, args.norm_bytes).total;
   if (S == Stage::kExpertGateUp) bytes += router_bytes(args.router);
   if (bytes > most_shared) return cudaErrorInvalidValue;
+  bytes = std::max(bytes, most_shared / 2 + 1);  // kAloneWidth says why; 2 % of Mixtral-8x7B int8
   const int rows = args.in.rows;
   args.in.rows = 1;
   for (int r = 0; r < rows; ++r) {
-    error = launch_kernel<Cluster>(launch, stage_kernel<W, S, 1>, dim3(blocks * Cluster), kThreads,
-                                   bytes, args);
+    error = launch_cluster(launch, Cluster, stage_kernel<W, S, OneRow>, dim3(blocks * Cluster),
+                           kThreads, bytes, args);
     if (error != cudaSuccess) return error;
     args.in.x += static_cast<int64_t>(Cluster) * args.w.k;
     args.out += static_cast<int64_t>(outputs) * args.w.n;

@@ -2,6 +2,7 @@
 // (formats.cuh).
 #pragma once
 
+#include "ops/cuda/cluster.cuh"
 #include "ops/cuda/stage_layout.cuh"
 
 namespace gptfast::cuda {
@@ -65,82 +66,105 @@ __device__ inline void store_input(uint8_t* shared, const SharedLayout& s, int r
 }
 
 /// The columns of the zeros' products that no group fills.
-template <class W>
+template <class W, class B>
 __device__ inline void clear_sums(uint8_t* shared, const SharedLayout& s, int rows) {
   if constexpr (W::kGroup > 0) {
     const int words = 2 * rows * s.sums_pitch / 4;
-    for (int i = static_cast<int>(threadIdx.x); i < words; i += kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < words; i += B::kThreads) {
       *reinterpret_cast<uint32_t*>(shared + s.sums + i * 4) = 0;
     }
     __syncthreads();
   }
 }
 
-/// Requests the norm's weight, which no kernel writes: each lane copies what it will read.
-template <class W>
-__device__ inline void request_norm(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
-                                    int warp, int lane) {
+/// Requests what a block needs of the norm's weight, which no kernel writes. One row: each lane
+/// copies what it will read.
+template <class W, class B>
+__device__ inline void request_norm(const StageArgs& a, const Division<B>& division,
+                                    uint8_t* shared, const SharedLayout& s, int warp, int lane) {
   const uint32_t base = shared_address(shared) + s.norm;
   const uint8_t* from = static_cast<const uint8_t*>(a.in.norm_weight);
+  const int residues = division.residues();
 #pragma unroll 1
-  for (int k = warp * kChunk + lane * 4; k < a.w.k; k += kWarps * kChunk) {
+  for (int c = warp; c < a.padded_k / kChunk; c += B::kWarps) {
+    const int chunk =
+        !B::kShares ? c : division.template chunk<W>(c & (residues - 1)) + c / residues * kResidues;
+    const int k = chunk * kChunk + lane * 4;
+    const int at = c * kChunk + lane * 4;
+    if (k >= a.w.k) continue;
     if (a.in.norm_type == Scalar::kFloat32) {
-      copy_async16(base + k * 4, from + k * 4);
+      copy_async16(base + at * 4, from + k * 4);
     } else {
-      copy_async8(base + k * 2, from + k * 2);
+      copy_async8(base + at * 2, from + k * 2);
     }
   }
   commit_copies();
 }
 
-/// x, times the norm's weight if there is one, into shared memory; the sums of squares of each
-/// warp's columns beside it. The norm's factor 1 / rms is applied to the results, so nothing here
-/// waits for the whole row. A warp converts the chunks warp, warp + kWarps, ... of every row.
-template <class W, bool Norm>
-__device__ inline void load_input(const StageArgs& a, const float* x_rows, uint8_t* shared,
-                                  const SharedLayout& s, int warp, int lane) {
+/// x, times the norm's weight if there is one, into shared memory; the sums of squares over the
+/// chunks of each residue beside it, in every block of the cluster. The norm's factor 1 / rms is
+/// applied to the results, so nothing here waits for the whole row. A warp converts the chunks of
+/// one residue of the rows turn, turn + turns, ...
+template <class W, bool Norm, class B>
+__device__ inline void load_input(const StageArgs& a, const Division<B>& division,
+                                  const float* x_rows, uint8_t* shared, const SharedLayout& s,
+                                  int warp, int lane) {
   constexpr int kBatch = 4;  // independent loads and conversions in flight
-  const int chunks = a.padded_k / kChunk;
-  const int rounds = (chunks + kWarps * kBatch - 1) / (kWarps * kBatch);  // of a row
+  const int chunks = (a.w.k + kChunk - 1) / kChunk;
+  const int rounds = (chunks + kResidues * kBatch - 1) / (kResidues * kBatch);  // of a row
+  const int residues = division.residues();
+  const int own = !B::kShares ? warp : warp & (residues - 1);
+  const int chunk = division.template chunk<W>(own);
+  const int turn = division.turn(warp);
+  const int turns = division.turns();
+  const int items = (a.in.rows - turn + turns - 1) / turns * rounds;
   const auto read = [&](int item, float4(&x)[kBatch]) {
-    const int first = warp + item % rounds * (kWarps * kBatch);
+    const int m = turn + item / rounds * turns;
+    const int first = chunk + item % rounds * (kResidues * kBatch);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int k = (first + i * kWarps) * kChunk + lane * 4;
-      const float* row = x_rows + static_cast<int64_t>(item / rounds) * a.w.k;
-      x[i] = k < a.w.k && item < rounds * a.in.rows
-                 ? __ldcg(reinterpret_cast<const float4*>(row + k))
-                 : float4{0, 0, 0, 0};
+      const int k = (first + i * kResidues) * kChunk + lane * 4;
+      const float* row = x_rows + static_cast<int64_t>(m) * a.w.k;
+      x[i] = k < a.w.k && item < items ? __ldcg(reinterpret_cast<const float4*>(row + k))
+                                       : float4{0, 0, 0, 0};
     }
   };
   float4 x[kBatch];
   read(0, x);
   float sum = 0;
-  for (int item = 0; item < rounds * a.in.rows; ++item) {
+  for (int item = 0; item < items; ++item) {
     float4 next[kBatch];
     read(item + 1, next);
-    const int m = item / rounds;
+    const int m = turn + item / rounds * turns;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int c = warp + (item % rounds * kBatch + i) * kWarps;
+      const int round = item % rounds * kBatch + i;
+      const int c = chunk + round * kResidues;  // of the row
+      const int at = own + round * residues;    // of those in this block
       float4 v = x[i];
       if constexpr (Norm) {
         sum = __fmaf_rn(v.x, v.x, sum);
         sum = __fmaf_rn(v.y, v.y, sum);
         sum = __fmaf_rn(v.z, v.z, sum);
         sum = __fmaf_rn(v.w, v.w, sum);
-        const int k = c * kChunk + lane * 4;
         const float4 weight =
-            k < a.w.k ? load_scalar4(shared + s.norm, k, a.in.norm_type) : float4{0, 0, 0, 0};
+            c * kChunk + lane * 4 < a.w.k
+                ? load_scalar4(shared + s.norm, at * kChunk + lane * 4, a.in.norm_type)
+                : float4{0, 0, 0, 0};
         v = {v.x * weight.x, v.y * weight.y, v.z * weight.z, v.w * weight.w};
       }
-      store_input<W>(shared, s, a.in.rows, m, c, lane, c < chunks, v);
+      store_input<W>(shared, s, a.in.rows, m, at, lane, c < chunks, v);
       x[i] = next[i];
     }
     if constexpr (Norm) {
       if ((item + 1) % rounds == 0) {
         sum = warp_sum(sum);
-        if (lane == 0) reinterpret_cast<float*>(shared + s.squares)[m * kWarps + warp] = sum;
+        float* squares = reinterpret_cast<float*>(shared + s.squares) + m * kResidues + chunk;
+        if (division.bits == 0) {
+          if (lane == 0) *squares = sum;
+        } else if (lane < division.blocks()) {
+          *in_cluster(squares, lane) = sum;
+        }
         sum = 0;
       }
     }
