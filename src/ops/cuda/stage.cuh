@@ -214,6 +214,45 @@ __device__ inline void finish_over_experts(const StageArgs& a, const SharedLayou
   epilogue.store(a, v.x, v.y);
 }
 
+/// The row's experts, which the router chooses or has chosen.
+template <Stage S>
+__device__ inline Chosen* choose_experts(const StageArgs& a, uint8_t* shared, const SharedLayout& s,
+                                         int warp, int lane) {
+  Chosen* chosen = nullptr;
+  if constexpr (S == Stage::kExpertGateUp) {
+    chosen = reinterpret_cast<Chosen*>(shared + s.total);
+    const int near = request_gate(a, shared, s.values);
+    wait_for_predecessor();
+    wait_copies<0>();
+    __syncthreads();
+    route(a, shared, s, near, *chosen, warp, lane);
+  }
+  if constexpr (S == Stage::kExpertDown) {
+    chosen = reinterpret_cast<Chosen*>(shared + s.norm + kFoundBytes);
+    if (threadIdx.x < a.chosen.choices) {
+      chosen->expert[threadIdx.x] = __ldcg(a.chosen.index + threadIdx.x);
+      chosen->share[threadIdx.x] = __ldcg(a.chosen.share + threadIdx.x);
+    }
+    __syncthreads();
+  }
+  return chosen;
+}
+
+/// The input rows behind this lane's column of each product. Columns without a row repeat one;
+/// their results are dropped.
+template <class W, int Blocks>
+__device__ inline void find_columns(InputColumn (&x)[Blocks], uint32_t shared,
+                                    const SharedLayout& s, int rows, int lane) {
+#pragma unroll
+  for (int b = 0; b < Blocks; ++b) {
+    const int column = lane >> 2;
+    const int part = W::kParts == 1 ? 0 : (Blocks == 1 ? column >> 2 : b);
+    const int m = min(W::kParts == 2 && Blocks == 1 ? column & 3 : column, rows - 1);
+    x[b].values = shared + s.values + (part * rows + m) * s.pitch + (lane & 3) * 16;
+    x[b].sums = shared + s.sums + (part * rows + m) * s.sums_pitch + (lane & 3) * 4;
+  }
+}
+
 /// Synchronizes a block, or with bits the blocks of its cluster.
 __device__ inline void synchronize(int bits) {
   if (bits == 0) {
@@ -253,23 +292,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
 
   clear_sums<W, B>(shared, s, rows);
   if constexpr (kNorm) request_norm<W>(a, division, shared, s, warp, lane);
-  Chosen* chosen = nullptr;
-  if constexpr (kRoutes) {
-    chosen = reinterpret_cast<Chosen*>(shared + s.total);
-    const int near = request_gate(a, shared, s.values);
-    wait_for_predecessor();
-    wait_copies<0>();
-    __syncthreads();
-    route(a, shared, s, near, *chosen, warp, lane);
-  }
-  if constexpr (S == Stage::kExpertDown) {
-    chosen = reinterpret_cast<Chosen*>(shared + s.norm + kFoundBytes);
-    if (threadIdx.x < a.chosen.choices) {
-      chosen->expert[threadIdx.x] = __ldcg(a.chosen.index + threadIdx.x);
-      chosen->share[threadIdx.x] = __ldcg(a.chosen.share + threadIdx.x);
-    }
-    __syncthreads();
-  }
+  Chosen* const chosen = choose_experts<S>(a, shared, s, warp, lane);
   const TileRange tiles(a, S == Stage::kExpertDown ? sharers<S>(a) : division.blocks());
   Stream<W, S, B> stream(a, division, tiles, warp, lane, chosen);
 #pragma unroll 1
@@ -293,17 +316,8 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
   __syncthreads();
   if constexpr (S == Stage::kExpertDown) wait_for_cluster();  // all of it has started
 
-  // The input row behind this lane's column of each product. Columns without a row repeat one;
-  // their results are dropped.
   InputColumn x[Blocks];
-#pragma unroll
-  for (int b = 0; b < Blocks; ++b) {
-    const int column = lane >> 2;
-    const int part = W::kParts == 1 ? 0 : (Blocks == 1 ? column >> 2 : b);
-    const int m = min(W::kParts == 2 && Blocks == 1 ? column & 3 : column, rows - 1);
-    x[b].values = shared_address(shared) + s.values + (part * rows + m) * s.pitch + (lane & 3) * 16;
-    x[b].sums = shared_address(shared) + s.sums + (part * rows + m) * s.sums_pitch + (lane & 3) * 4;
-  }
+  find_columns<W>(x, shared_address(shared), s, rows, lane);
   const uint32_t scales = shared_address(shared) + s.scales + (lane & 3) * 8;
   float* partials = reinterpret_cast<float*>(shared + s.partial);
   // The blocks take turns in finishing tiles.
