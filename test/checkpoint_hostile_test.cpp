@@ -276,6 +276,15 @@ TEST(HostileZip, CompressedRecordsAndWrongOrderAreRefused) {
   expect_refused(checkpoint_of(kGood, {{"constants.pkl", ""}}), "TorchScript");
 }
 
+TEST(HostileZip, AChecksumIsRightOrWasNotWritten) {
+  std::string bytes = checkpoint_of(kGood);
+  const size_t pickle = bytes.rfind("archive/data.pkl");  // in the directory
+  bytes[pickle - 46 + 16] = static_cast<char>(bytes[pickle - 46 + 16] ^ 1);
+  expect_refused(bytes, "checksum of its pickle is wrong");
+  std::memset(bytes.data() + pickle - 46 + 16, 0, 4);
+  EXPECT_TRUE(at::equal(load(bytes).at("w"), load(checkpoint_of(kGood)).at("w")));
+}
+
 TEST(HostileZip, HeadersThatDisagree) {
   const std::string good = checkpoint_of(kGood);
   const size_t central = good.find("PK\x01\x02", good.find("PK\x01\x02") + 1);  // of data/0
