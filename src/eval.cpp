@@ -1,16 +1,15 @@
 // Scoring: text -> requests in token ids -> batches through the model -> log-likelihoods (eval.py).
 #include "gptfast/eval.h"
 
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/full.h>
+#include <ATen/Parallel.h>
 #include <ATen/ops/log_softmax.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+#include <functional>
+#include <optional>
 #include <span>
 
 #include "eval_text.h"
@@ -23,8 +22,10 @@ namespace {
 
 /// Tokens that the caches hold at once (slots x longest request): 4 GiB for Llama-2-7B in bfloat16.
 constexpr int64_t kMaxCacheTokens = 8192;
-/// Logits that one forward pass may make: 256 MiB in float32.
+/// Logits that may exist at once: 256 MiB in float32.
 constexpr int64_t kMaxLogits = 64LL << 20;
+/// Rows that go through the head at once.
+constexpr int64_t kHeadRows = 256;
 /// The original's longest request, whatever the model's context.
 constexpr int64_t kOriginalMaxLength = 2048;
 
@@ -62,17 +63,13 @@ int32_t prefix_token(const Tokenizer& tokenizer, BosRule rule) {
 /// A request without its last token, which is only predicted, cut on the left to the model's
 /// context.
 struct Row {
-  size_t item = 0;
-  size_t choice = 0;
   std::vector<int32_t> input;
   std::vector<int32_t> targets;  // the last targets.size() positions of `input` predict them
-
-  int64_t length() const { return std::ssize(input); }
-  int64_t first_scored() const { return std::ssize(input) - std::ssize(targets); }
+  Score* score;
 };
 
 Row make_row(TokenRequest request, size_t item, size_t choice, int64_t max_length,
-             int64_t vocab_size) {
+             int64_t vocab_size, std::vector<std::vector<Score>>& scores) {
   auto& tokens = request.tokens;
   const int64_t scored = std::ssize(tokens) - request.num_context;
   TORCH_CHECK(request.num_context >= 1 && scored >= 1, "Request ", choice, " of item ", item,
@@ -86,215 +83,188 @@ Row make_row(TokenRequest request, size_t item, size_t choice, int64_t max_lengt
                 vocab_size,
                 ": the tokenizer does not belong to this checkpoint; see --tokenizer_path.");
   }
-  Row row{.item = item,
-          .choice = choice,
-          .input = {},
-          .targets = {tokens.end() - scored, tokens.end()}};
   const int64_t kept = std::min(std::ssize(tokens), max_length + 1);
-  row.input.assign(tokens.end() - kept, tokens.end() - 1);
-  return row;
+  return {.input = {tokens.end() - kept, tokens.end() - 1},
+          .targets = {tokens.end() - scored, tokens.end()},
+          .score = &scores[item][choice]};
 }
 
-/// What the rows of an item share and no row needs logits of.
-int64_t shared_prefix(std::span<const Row> rows) {
-  int64_t shared = rows.front().first_scored();
+/// A token to predict.
+struct Target {
+  int64_t place;  // of the token that predicts it
+  int32_t token;
+  Score* score;  // of its request
+  float logprob = 0;
+  bool is_first_choice = false;
+};
+
+/// Requests that are computed together; places of targets are those of the tree's tokens.
+struct ScoredTree {
+  TokenTree tree;
+  std::vector<Target> targets;
+  int64_t requests;
+};
+
+/// Rows as branches behind the tokens that all of them begin with.
+ScoredTree make_tree(std::span<const Row> rows) {
+  const auto& first = rows.front().input;
+  int64_t trunk = std::ssize(first);
   for (const Row& row : rows) {
-    const auto& first = rows.front().input;
     const auto differ =
         std::mismatch(first.begin(), first.end(), row.input.begin(), row.input.end());
-    shared = std::min({shared, row.first_scored(), differ.first - first.begin()});
+    trunk = std::min(trunk, differ.first - first.begin());
   }
-  return shared;
+  ScoredTree scored{.tree = {.trunk = {first.begin(), first.begin() + trunk}},
+                    .targets = {},
+                    .requests = std::ssize(rows)};
+  int64_t size = trunk;
+  for (const auto& [input, targets, score] : rows) {
+    int64_t at = std::ssize(input) - std::ssize(targets);
+    for (const int32_t token : targets) {
+      scored.targets.push_back({at < trunk ? at : size + at - trunk, token, score});
+      ++at;
+    }
+    scored.tree.branches.emplace_back(input.begin() + trunk, input.end());
+    size += std::ssize(input) - trunk;
+  }
+  return scored;
 }
 
-/// The rows of one item, in the order of its requests.
-struct Group {
-  std::vector<Row> rows;
-  int64_t prefix = 0;  // shared_prefix
-
-  int64_t longest() const {
-    int64_t length = 0;
-    for (const Row& row : rows) {
-      length = std::max(length, row.length());
-    }
-    return length;
+/// One tree for an item's rows, or one for each where sharing does not pay.
+void add_trees(std::span<const Row> rows, std::vector<ScoredTree>& trees) {
+  // In a tree a token is compared with those of other branches too: nothing beside the products of
+  // a small tree's layers, much where a trunk is short and branches are long.
+  constexpr int64_t kSmallTree = 512;
+  ScoredTree shared = make_tree(rows);
+  const TokenTree& tree = shared.tree;
+  const bool bushy = std::ranges::any_of(tree.branches, [&](const auto& branch) {
+    return branch.size() > tree.trunk.size();
+  });
+  if (!bushy || tree.size() <= kSmallTree) {
+    trees.push_back(std::move(shared));
+    return;
   }
-};
+  for (const Row& row : rows) {
+    trees.push_back(make_tree({&row, 1}));
+  }
+}
 
-/// Runs groups through the model: first what the items' rows share, a slot an item; then the rest
-/// of every row, in work slots that start as copies of their item's slot.
-class Scorer {
+std::vector<ScoredTree> make_trees(std::vector<std::vector<TokenRequest>> items, int64_t max_length,
+                                   int64_t vocab_size, std::vector<std::vector<Score>>& scores) {
+  std::vector<ScoredTree> trees;
+  for (size_t item = 0; item < items.size(); ++item) {
+    std::vector<Row> rows;
+    for (size_t choice = 0; choice < items[item].size(); ++choice) {
+      rows.push_back(
+          make_row(std::move(items[item][choice]), item, choice, max_length, vocab_size, scores));
+    }
+    if (!rows.empty()) {
+      add_trees(rows, trees);
+    }
+  }
+  return trees;
+}
+
+/// For the time of a scope LibTorch computes on the calling thread alone: after a short call its
+/// own threads spin for milliseconds on the cores that ours need.
+class OneLibraryThread {
  public:
-  Scorer(Transformer& model, int64_t batch_size, int64_t longest)
-      : model_(model), batch_rows_(std::clamp<int64_t>(kMaxCacheTokens / longest, 1, batch_size)) {}
-
-  /// Rows of the groups that one run() may take; a single group may have more. Batches of rows of
-  /// about the same length are chosen among these.
-  int64_t max_rows() const { return 4 * batch_rows_; }
-
-  void run(std::span<const Group*> groups, std::vector<std::vector<Score>>& scores) {
-    int64_t prefix = 0;
-    int64_t longest = 1;
-    for (const Group* group : groups) {
-      prefix = std::max(prefix, group->prefix);
-      longest = std::max(longest, group->longest());
-    }
-    const int64_t items = prefix > 0 ? std::ssize(groups) : 0;
-    model_->setup_caches(batch_rows_ + items, longest);
-    if (prefix > 0) {
-      run_prefixes(groups, prefix);
-    }
-    std::vector<WorkRow> rows;
-    for (size_t slot = 0; slot < groups.size(); ++slot) {
-      for (const Row& row : groups[slot]->rows) {
-        rows.push_back({&row, static_cast<int64_t>(slot), groups[slot]->prefix});
-      }
-    }
-    std::stable_sort(rows.begin(), rows.end(), [](const WorkRow& a, const WorkRow& b) {
-      return a.row->length() > b.row->length();
-    });
-    for (size_t begin = 0; begin < rows.size(); begin += batch_rows_) {
-      const size_t size = std::min<size_t>(batch_rows_, rows.size() - begin);
-      run_rows(std::span(rows).subspan(begin, size), items, scores);
-    }
-  }
+  OneLibraryThread() { at::set_num_threads(1); }
+  ~OneLibraryThread() { at::set_num_threads(before_); }
+  OneLibraryThread(const OneLibraryThread&) = delete;
+  OneLibraryThread& operator=(const OneLibraryThread&) = delete;
 
  private:
-  struct WorkRow {
-    const Row* row;
-    int64_t slot;    // of its item
-    int64_t prefix;  // positions of that slot that are the row's
-  };
-
-  Tensor positions(int64_t begin, int64_t end) const {
-    return at::arange(begin, end, at::dtype(at::kLong).device(model_->device()));
-  }
-
-  /// Tokens [begin, end) of each row; rows that end earlier are padded with token 0, which nothing
-  /// later sees.
-  Tensor tokens(const std::vector<const Row*>& rows, int64_t begin, int64_t end) const {
-    Tensor idx = at::zeros({std::ssize(rows), end - begin}, at::kLong);
-    for (int64_t r = 0; r < std::ssize(rows); ++r) {
-      const auto& input = rows[r]->input;
-      std::copy(input.begin() + std::min(begin, std::ssize(input)),
-                input.begin() + std::min(end, std::ssize(input)), idx[r].data_ptr<int64_t>());
-    }
-    return idx.to(model_->device());
-  }
-
-  /// Positions [0, prefix) of every group, of which its own prefix counts.
-  void run_prefixes(std::span<const Group*> groups, int64_t prefix) {
-    std::vector<const Row*> rows;
-    for (const Group* group : groups) {
-      rows.push_back(&group->rows.front());
-    }
-    model_->last_logits(tokens(rows, 0, prefix), positions(0, prefix));
-  }
-
-  void copy_prefixes(std::span<const WorkRow> rows, int64_t prefix, int64_t first_slot) {
-    std::vector<int64_t> slots;
-    for (const WorkRow& work : rows) {
-      slots.push_back(work.slot);
-    }
-    const Tensor from = at::tensor(slots).to(model_->device());
-    for (auto& layer : model_->layers) {
-      for (Tensor& cache : {std::ref(layer->attention->kv_cache.k_cache),
-                            std::ref(layer->attention->kv_cache.v_cache)}) {
-        const Tensor used = cache.narrow(/*dim=*/2, 0, prefix);
-        used.narrow(/*dim=*/0, first_slot, std::ssize(rows))
-            .copy_(used.index_select(/*dim=*/0, from));
-      }
-    }
-  }
-
-  void run_rows(std::span<const WorkRow> rows, int64_t first_slot,
-                std::vector<std::vector<Score>>& scores) {
-    std::vector<const Row*> plain;
-    int64_t prefix = rows.front().prefix;
-    for (const WorkRow& work : rows) {
-      plain.push_back(work.row);
-      prefix = std::min(prefix, work.prefix);
-    }
-    if (prefix > 0) {
-      copy_prefixes(rows, prefix, first_slot);
-    }
-    const int64_t longest = plain.front()->length();
-    const int64_t step =
-        std::max<int64_t>(1, kMaxLogits / (std::ssize(rows) * model_->config.vocab_size));
-    for (int64_t begin = prefix; begin < longest; begin += step) {
-      const int64_t end = std::min(longest, begin + step);
-      add_scores(plain, begin, end, first_slot, scores);
-    }
-  }
-
-  /// Runs positions [begin, end) of the rows and adds what their logits say about the targets.
-  void add_scores(const std::vector<const Row*>& rows, int64_t begin, int64_t end,
-                  int64_t first_slot, std::vector<std::vector<Score>>& scores) {
-    std::vector<int64_t> where;
-    std::vector<int64_t> targets;
-    std::vector<Score*> owners;
-    for (int64_t r = 0; r < std::ssize(rows); ++r) {
-      const Row& row = *rows[r];
-      for (int64_t at = std::max(begin, row.first_scored()); at < std::min(end, row.length());
-           ++at) {
-        where.push_back(r * (end - begin) + at - begin);
-        targets.push_back(row.targets[at - row.first_scored()]);
-        owners.push_back(&scores[row.item][row.choice]);
-      }
-    }
-    const Tensor scored =
-        model_->logits_at(tokens(rows, begin, end), positions(begin, end),
-                          at::tensor(where, at::kLong).to(model_->device()), first_slot);  // [n, V]
-    if (where.empty()) {
-      return;
-    }
-    const Tensor expected = at::tensor(targets).to(scored.device());
-    const int64_t count = scored.size(0);
-    std::vector<Tensor> parts(scored.is_cpu() ? std::min<int64_t>(num_threads(), count)
-                                              : 1);  // [2, n']: log p, greedy
-    parallel_for(std::ssize(parts), [&](int64_t p) {
-      const c10::InferenceMode inference;
-      const int64_t begin = count * p / std::ssize(parts);
-      const int64_t size = count * (p + 1) / std::ssize(parts) - begin;
-      const Tensor rows = scored.narrow(0, begin, size);
-      const Tensor tokens = expected.narrow(0, begin, size);
-      const Tensor logprobs =
-          at::log_softmax(rows, /*dim=*/-1, at::kFloat).gather(1, tokens.unsqueeze(1)).squeeze(1);
-      parts[p] = at::stack({logprobs, rows.argmax(/*dim=*/-1).eq(tokens).to(at::kFloat)});
-    });
-    const Tensor found = at::cat(parts, /*dim=*/1).cpu();
-    const float* logprobs = found.const_data_ptr<float>();
-    const float* greedy = logprobs + count;
-    for (size_t i = 0; i < owners.size(); ++i) {
-      const double logprob = logprobs[i];
-      TORCH_CHECK(!std::isnan(logprob),
-                  "The model's logits are not numbers (NaN or infinite): the checkpoint is "
-                  "damaged, or "
-                  "too coarse a --precision was used.");
-      owners[i]->loglikelihood += logprob;
-      owners[i]->is_greedy = owners[i]->is_greedy && greedy[i] != 0;
-    }
-  }
-
-  Transformer& model_;
-  int64_t batch_rows_;
+  int before_ = at::get_num_threads();
 };
 
-std::vector<Group> make_groups(std::vector<std::vector<TokenRequest>> items, int64_t max_length,
-                               int64_t vocab_size) {
-  std::vector<Group> groups;
-  for (size_t item = 0; item < items.size(); ++item) {
-    Group group;
-    for (size_t choice = 0; choice < items[item].size(); ++choice) {
-      group.rows.push_back(
-          make_row(std::move(items[item][choice]), item, choice, max_length, vocab_size));
+/// Fills in what `logits` [n, V] say about `targets`, whose places are `first_place` plus rows of
+/// it.
+void judge(const Tensor& logits, int64_t first_place, std::span<Target> targets) {
+  std::vector<int64_t> rows;
+  std::vector<int64_t> tokens;
+  for (const Target& target : targets) {
+    rows.push_back(target.place - first_place);
+    tokens.push_back(target.token);
+  }
+  const Tensor row = at::tensor(rows).to(logits.device());
+  const Tensor token = at::tensor(tokens).to(logits.device());
+  const auto of_targets = [&](const Tensor& t) { return t.index({row, token}); };
+  const Tensor logprobs = of_targets(at::log_softmax(logits, /*dim=*/-1, at::kFloat));
+  const Tensor largest = logits.amax(/*dim=*/-1).index({row});
+  const Tensor found =
+      at::stack({logprobs, of_targets(logits).eq(largest).to(at::kFloat)}).cpu();  // [2, targets]
+  const float* logprob = found.const_data_ptr<float>();
+  const float* none_is_larger = logprob + targets.size();
+  // The first of equal logits is the choice. (LibTorch's argmax takes 160 us for 49,152 logits in
+  // bfloat16, Zen 5.)
+  const auto is_first = [&](size_t i) {
+    const Tensor before = logits[rows[i]].narrow(0, 0, tokens[i]);
+    return before.lt(largest[static_cast<int64_t>(i)]).all().item<bool>();
+  };
+  for (size_t i = 0; i < targets.size(); ++i) {
+    targets[i].logprob = logprob[i];
+    targets[i].is_first_choice = none_is_larger[i] != 0 && is_first(i);
+  }
+}
+
+/// Runs the head on the rows of `x` [n, D]; places of `targets` are rows, in order.
+void judge_all(Transformer& model, const Tensor& x, std::span<Target> targets) {
+  const bool side_by_side = model->device().is_cpu() && !model->reference() && !model->tp();
+  const int64_t threads = side_by_side ? num_threads() : 1;
+  const int64_t rows = x.size(0);
+  const int64_t most =
+      threads * std::clamp<int64_t>(kMaxLogits / model->config.vocab_size, 1, kHeadRows);
+  const int64_t pieces = threads * ((rows + most - 1) / most);
+  const auto judge_piece = [&](int64_t i) {
+    const c10::InferenceMode inference;
+    const int64_t begin = rows * i / pieces;
+    const int64_t end = rows * (i + 1) / pieces;
+    const auto first = std::ranges::lower_bound(targets, begin, {}, &Target::place);
+    const auto last = std::ranges::lower_bound(targets, end, {}, &Target::place);
+    if (begin < end) {
+      judge(model->head(x.slice(0, begin, end)), begin, {first, last});
     }
-    if (!group.rows.empty()) {
-      group.prefix = shared_prefix(group.rows);
-      groups.push_back(std::move(group));
+  };
+  if (side_by_side) {
+    parallel_for(pieces, judge_piece);
+  } else {
+    for (int64_t i = 0; i < pieces; ++i) {
+      judge_piece(i);
     }
   }
-  return groups;
+}
+
+/// Scores the requests of trees in one forward pass.
+void score_batch(Transformer& model, std::span<ScoredTree> batch) {
+  std::vector<TokenTree> trees;
+  std::vector<Target> targets;
+  int64_t tokens = 0;
+  for (ScoredTree& scored : batch) {
+    for (Target target : scored.targets) {
+      target.place += tokens;
+      targets.push_back(target);
+    }
+    tokens += scored.tree.size();
+    trees.push_back(std::move(scored.tree));
+  }
+  std::ranges::stable_sort(targets, {}, &Target::place);
+  std::vector<int64_t> places;  // that predict something
+  for (Target& target : targets) {
+    if (places.empty() || places.back() != target.place) {
+      places.push_back(target.place);
+    }
+    target.place = std::ssize(places) - 1;
+  }
+  judge_all(model, model->hidden(trees).index_select(0, at::tensor(places).to(model->device())),
+            targets);
+  for (const Target& target : targets) {
+    TORCH_CHECK(!std::isnan(target.logprob),
+                "The model's logits are not numbers (NaN or infinite): the checkpoint is damaged, "
+                "or too coarse a --precision was used.");
+    target.score->loglikelihood += target.logprob;
+    target.score->is_greedy = target.score->is_greedy && target.is_first_choice;
+  }
 }
 
 /// Requests of the task's items. A rolling item has one a window.
@@ -404,32 +374,33 @@ std::vector<std::vector<Score>> score_requests(Transformer& model,
   for (const auto& item : items) {
     scores.emplace_back(item.size());
   }
-  const auto groups = make_groups(std::move(items), eval_max_length(model->config, options),
-                                  model->config.vocab_size);
-  std::vector<const Group*> order;
-  int64_t longest = 1;
-  int64_t total = 0;
-  for (const Group& group : groups) {
-    order.push_back(&group);
-    longest = std::max(longest, group.longest());
-    total += std::ssize(group.rows);
-  }
+  auto trees = make_trees(std::move(items), eval_max_length(model->config, options),
+                          model->config.vocab_size, scores);
   // Longest first: the time left is rather over- than underestimated, and what does not fit in
   // memory fails at once.
-  std::stable_sort(order.begin(), order.end(), [](const Group* a, const Group* b) {
-    return std::pair(a->prefix, a->longest()) > std::pair(b->prefix, b->longest());
-  });
-  Scorer scorer(model, options.batch_size, longest);
+  std::ranges::stable_sort(trees, std::greater(),
+                           [](const ScoredTree& t) { return t.tree.size(); });
+  int64_t total = 0;
+  for (const ScoredTree& tree : trees) {
+    total += tree.requests;
+  }
+  const int64_t longest = trees.empty() ? 1 : trees.front().tree.size();
+  const int64_t slots = std::clamp<int64_t>(kMaxCacheTokens / longest, 1, options.batch_size);
+  model->setup_caches(slots, longest);
+  std::optional<OneLibraryThread> alone;
+  if (!model->reference()) {
+    alone.emplace();
+  }
   int64_t done = 0;
-  for (size_t begin = 0; begin < order.size();) {
+  for (size_t begin = 0; begin < trees.size();) {
     size_t end = begin;
-    int64_t rows = 0;
-    while (end < order.size() &&
-           (end == begin || rows + std::ssize(order[end]->rows) <= scorer.max_rows())) {
-      rows += std::ssize(order[end++]->rows);
+    int64_t requests = 0;
+    while (end < trees.size() && static_cast<int64_t>(end - begin) < slots &&
+           (end == begin || requests + trees[end].requests <= options.batch_size)) {
+      requests += trees[end++].requests;
     }
-    scorer.run(std::span(order).subspan(begin, end - begin), scores);
-    done += rows;
+    score_batch(model, std::span(trees).subspan(begin, end - begin));
+    done += requests;
     begin = end;
     if (options.progress) {
       options.progress(done, total);

@@ -12,6 +12,7 @@
 #include "gptfast/model.h"
 #include "gptfast/tokenizer.h"
 #include "int4_layout.h"
+#include "spans.h"
 
 namespace gptfast {
 
@@ -126,13 +127,10 @@ Calibration::Calibration(Transformer model, const CalibrationData& data, Checkpo
                  .unsqueeze(2)
                  .to(options.device, at::kFloat);
   x_ = model_->tok_embeddings->forward(data.ids).to(options.device, at::kFloat);
-  context_ = {.input_pos = positions.to(options.device),
-              .freqs_cis = precompute_freqs_cis(length, config.head_dim, config.rope_base,
+  context_ = {.freqs_cis = precompute_freqs_cis(length, config.head_dim, config.rope_base,
                                                 at::kBFloat16, config.rope_scaling)
                                .to(options.device),
-              .mask = {},
-              .used = length,
-              .first_slot = 0,
+              .spans = {span_of_prompt(positions.to(options.device), /*first_slot=*/0)},
               .tp = nullptr};
 }
 
@@ -155,7 +153,7 @@ void Calibration::run_block(int64_t index) {
   FeedForwardImpl& ffn = *block->feed_forward;
   block->to(options_.device, at::kFloat);
   const auto cache = [&] {
-    return at::zeros({batch_, attention.n_local_heads, context_.used, attention.head_dim},
+    return at::zeros({batch_, attention.n_local_heads, x_.size(1), attention.head_dim},
                      x_.options());
   };
   attention.kv_cache = {.k_cache = cache(), .v_cache = cache()};

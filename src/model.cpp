@@ -12,15 +12,16 @@
 #endif
 #include "gptfast/threads.h"
 #include "gptfast/tp.h"
+#include "spans.h"
 
 namespace gptfast {
 
 // ---- KVCache
 
-void KVCache::update(const Tensor& input_pos, const Tensor& k, const Tensor& v,
+void KVCache::update(const Tensor& cache_pos, const Tensor& k, const Tensor& v,
                      int64_t first_slot) {
-  k_cache.narrow(0, first_slot, k.size(0)).index_copy_(/*dim=*/2, input_pos, k);
-  v_cache.narrow(0, first_slot, v.size(0)).index_copy_(/*dim=*/2, input_pos, v);
+  k_cache.narrow(0, first_slot, k.size(0)).index_copy_(/*dim=*/2, cache_pos, k);
+  v_cache.narrow(0, first_slot, v.size(0)).index_copy_(/*dim=*/2, cache_pos, v);
 }
 
 // ---- RMSNorm, Embedding
@@ -65,25 +66,34 @@ Tensor AttentionImpl::project(const Tensor& x, const ForwardContext& context) {
   const Tensor k = apply_rotary_emb(qkv[1].view({B, S, n_local_heads, head_dim}), context.freqs_cis)
                        .transpose(1, 2);
   const Tensor v = qkv[2].view({B, S, n_local_heads, head_dim}).transpose(1, 2);
-  kv_cache.update(context.input_pos, k, v, context.first_slot);
+  for (const Span& span : context.spans) {
+    kv_cache.update(span.cache_pos, k.narrow(2, span.begin, span.length),
+                    v.narrow(2, span.begin, span.length), span.first_slot);
+  }
   return q;
 }
 
 Tensor AttentionImpl::attend(const Tensor& q, const ForwardContext& context) {
   const int64_t B = q.size(0), S = q.size(2);
-  // Only the used part of the cache is read: cost follows the length of the text, not of the
-  // allocation.
-  const auto used = [&](const Tensor& cache) {  // [B, H, used, Dh]
-    return cache.narrow(0, context.first_slot, B)
-        .narrow(2, 0, context.used)
-        .repeat_interleave(n_head / n_local_heads, /*dim=*/1);
-  };
-  const bool is_causal = !context.mask.defined() && S > 1;
-  const Tensor y =
-      at::scaled_dot_product_attention(q, used(kv_cache.k_cache), used(kv_cache.v_cache),
-                                       context.mask.defined() ? std::make_optional(context.mask)
-                                                              : std::nullopt,
-                                       /*dropout_p=*/0.0, is_causal);  // [B, H, S, Dh]
+  std::vector<Tensor> parts;  // [B, H, length, Dh]
+  parts.reserve(context.spans.size());
+  for (const Span& span : context.spans) {
+    // Only the used part of the cache is read: cost follows the length of the text, not of the
+    // allocation.
+    const auto used = [&](const Tensor& cache) {  // [B, H, used, Dh]
+      return cache.narrow(0, span.first_slot, B)
+          .narrow(2, 0, span.used)
+          .repeat_interleave(n_head / n_local_heads, /*dim=*/1);
+    };
+    parts.push_back(
+        at::scaled_dot_product_attention(q.narrow(2, span.begin, span.length),
+                                         used(kv_cache.k_cache), used(kv_cache.v_cache),
+                                         span.mask.defined() ? std::make_optional(span.mask)
+                                                             : std::nullopt,
+                                         /*dropout_p=*/0.0,
+                                         /*is_causal=*/!span.mask.defined() && span.length > 1));
+  }
+  const Tensor y = parts.size() == 1 ? parts[0] : at::cat(parts, /*dim=*/2);  // [B, H, S, Dh]
   return wo->forward(y.transpose(1, 2).reshape({B, S, n_head * head_dim}));
 }
 
@@ -305,23 +315,6 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
   max_seq_length = seq_length;
 }
 
-ForwardContext TransformerImpl::context_of(const Tensor& input_pos, int64_t first_slot) const {
-  ForwardContext context{.input_pos = input_pos.to(at::kLong),
-                         .freqs_cis = freqs_cis_.index_select(0, input_pos),
-                         .mask = {},
-                         .used = input_pos.max().item<int64_t>() + 1,
-                         .first_slot = first_slot,
-                         .tp = tp_.get()};
-  if (const int64_t S = input_pos.numel();
-      S > 1 && context.used != S) {  // a prompt from position 0 is plainly causal, one token sees
-                                     // everything
-    const Tensor cache_pos = at::arange(context.used, context.input_pos.options());
-    context.mask =
-        (cache_pos.unsqueeze(0) <= context.input_pos.unsqueeze(1)).unsqueeze(0).unsqueeze(0);
-  }
-  return context;
-}
-
 int64_t TransformerImpl::slices_of(int64_t batch_size, int64_t seq_len) const {
   // Each slice goes through the weights once, which fewer tokens do not repay; later slices see
   // more positions, which several slices for each thread even out (Zen 5, 2 threads, SmolLM2: 512
@@ -346,15 +339,22 @@ std::vector<TransformerImpl::Slice> TransformerImpl::hidden(const Tensor& idx,
   const int64_t count = slices_of(idx.size(0), S);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t begin = S * i / count, length = S * (i + 1) / count - begin;
-    slices.push_back({.context = context_of(input_pos.narrow(0, begin, length), first_slot),
+    const Tensor pos = input_pos.narrow(0, begin, length);
+    slices.push_back({.context = {.freqs_cis = freqs_cis_.index_select(0, pos),
+                                  .spans = {span_of_prompt(pos, first_slot)},
+                                  .tp = tp_.get()},
                       .x = tok_embeddings->forward(idx.narrow(1, begin, length)),
                       .q = {}});
   }
+  run_layers(slices);
+  return slices;
+}
+
+void TransformerImpl::run_layers(std::vector<Slice>& slices) {
   for (auto& layer : layers) {
     for_each(slices, [&](Slice& s) { s.q = layer->project(s.x, s.context); });
     for_each(slices, [&](Slice& s) { s.x = layer->finish(s.x, s.q, s.context); });
   }
-  return slices;
 }
 
 Tensor TransformerImpl::forward(const Tensor& idx, const Tensor& input_pos, int64_t first_slot) {
@@ -366,23 +366,40 @@ Tensor TransformerImpl::forward(const Tensor& idx, const Tensor& input_pos, int6
   return whole_logits(logits.size() == 1 ? logits[0] : at::cat(logits, /*dim=*/1));
 }
 
-Tensor TransformerImpl::last_logits(const Tensor& idx, const Tensor& input_pos,
-                                    int64_t first_slot) {
-  const Tensor last = hidden(idx, input_pos, first_slot).back().x.select(/*dim=*/1, -1);
-  return whole_logits(output->forward(norm->forward(last)));
+Tensor TransformerImpl::head(const Tensor& x) {
+  return whole_logits(output->forward(norm->forward(x)));
 }
 
-Tensor TransformerImpl::logits_at(const Tensor& idx, const Tensor& input_pos, const Tensor& where,
-                                  int64_t first_slot) {
-  const std::vector<Slice> slices = hidden(idx, input_pos, first_slot);
+Tensor TransformerImpl::last_logits(const Tensor& idx, const Tensor& input_pos,
+                                    int64_t first_slot) {
+  return head(hidden(idx, input_pos, first_slot).back().x.select(/*dim=*/1, -1));
+}
+
+Tensor TransformerImpl::hidden(const std::vector<TokenTree>& trees) {
+  const PackedTrees packed(trees, device());
+  TORCH_CHECK(packed.longest() <= max_seq_length && std::ssize(trees) <= max_batch_size,
+              std::ssize(trees), " trees of up to ", packed.longest(),
+              " tokens do not fit caches of ", max_batch_size, " slots of ", max_seq_length,
+              " tokens");
+  // Bounds what activations take beside the caches.
+  constexpr int64_t kMostTokens = 4096;
   std::vector<Tensor> parts;
-  parts.reserve(slices.size());
-  for (const Slice& slice : slices) parts.push_back(slice.x);
-  const Tensor rows = at::cat(parts, /*dim=*/1).flatten(0, 1).index_select(0, where);  // [n, D]
-  if (rows.size(0) == 0) return rows.new_empty({0, config.vocab_size});
-  parts = rows.chunk(std::ssize(slices));
-  for_each(parts, [&](Tensor& part) { part = output->forward(norm->forward(part)); });
-  return whole_logits(at::cat(parts));
+  for (int64_t first = 0; first < packed.size(); first += kMostTokens) {
+    const int64_t tokens = std::min(kMostTokens, packed.size() - first),
+                  count = slices_of(/*batch_size=*/1, tokens);
+    std::vector<Slice> slices;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t begin = first + tokens * i / count, end = first + tokens * (i + 1) / count;
+      slices.push_back({.context = {.freqs_cis = freqs_cis_.index_select(0, packed.pos(begin, end)),
+                                    .spans = packed.spans(begin, end),
+                                    .tp = tp_.get()},
+                        .x = tok_embeddings->forward(packed.ids(begin, end).unsqueeze(0)),
+                        .q = {}});
+    }
+    run_layers(slices);
+    for (Slice& slice : slices) parts.push_back(slice.x.squeeze(0));
+  }
+  return at::cat(parts);
 }
 
 Tensor TransformerImpl::whole_logits(Tensor logits) const {

@@ -310,6 +310,20 @@ TEST(EvalScore, KnowsAGreedyContinuation) {
   EXPECT_FALSE(scores[1][0].is_greedy);
 }
 
+TEST(EvalScore, TakesTheFirstOfEqualLogitsForTheChoice) {
+  Transformer model = random_tiny();
+  model->output->weight.zero_();
+  const auto scores = score_requests(model,
+                                     {{{.tokens = {5, 0, 0}, .num_context = 1}},
+                                      {{.tokens = {5, 0, 1}, .num_context = 1}},
+                                      {{.tokens = {5, 258}, .num_context = 1}}},
+                                     {});
+  EXPECT_TRUE(scores[0][0].is_greedy);
+  EXPECT_FALSE(scores[1][0].is_greedy);
+  EXPECT_FALSE(scores[2][0].is_greedy);
+  EXPECT_NEAR(scores[1][0].loglikelihood, -2 * std::log(259), 1e-5);
+}
+
 TEST(EvalScore, SumsTheWindowsOfAText) {
   Transformer model = random_tiny();
   const std::string text =

@@ -149,6 +149,45 @@ TEST(Transformer, SizesAreTheOriginals) {
   EXPECT_EQ(model_bytes(*model), 2 * params);
 }
 
+/// Of texts that share a beginning, in one pass and one by one.
+TEST_P(Golden, TreesEqualTheirTexts) {
+  Transformer model = tiny_model(GetParam());
+  const auto some = [](int64_t n, int32_t first) {
+    std::vector<int32_t> tokens;
+    for (int64_t i = 0; i < n; ++i) tokens.push_back(static_cast<int32_t>((first + 7 * i) % 250));
+    return tokens;
+  };
+  // More tokens than one pass takes, in the last tree alone; an empty branch; no trunk.
+  const std::vector<TokenTree> trees = {{.trunk = some(9, 1)},
+                                        {.trunk = some(20, 2),
+                                         .branches = {some(3, 3), {}, some(50, 4)}},
+                                        {.trunk = {}, .branches = {some(2, 5), some(1, 6)}},
+                                        {.trunk = some(4100, 7),
+                                         .branches = {some(5, 8), some(6, 9)}}};
+  model->setup_caches(std::ssize(trees), 4200);
+  const Tensor x = model->hidden(trees);
+  int64_t at = 0;
+  for (const TokenTree& tree : trees) {
+    const Tensor all = model->head(x.narrow(0, at, tree.size()));
+    at += tree.size();
+    const auto trunk = std::ssize(tree.trunk);
+    int64_t begin = trunk;
+    for (const auto& branch :
+         tree.branches.empty() ? std::vector<std::vector<int32_t>>{{}} : tree.branches) {
+      std::vector<int32_t> text = tree.trunk;
+      text.insert(text.end(), branch.begin(), branch.end());
+      const auto own = std::ssize(branch);
+      const Tensor expected = forward_all(model, ints(text), 0);
+      EXPECT_LT(relative_difference(at::cat({all.narrow(0, 0, trunk), all.narrow(0, begin, own)}),
+                                    expected),
+                1e-5);
+      begin += own;
+    }
+  }
+  EXPECT_EQ(at, x.size(0));
+  EXPECT_THROW(model->hidden({{.trunk = some(4201, 1)}}), c10::Error);
+}
+
 TEST(Transformer, CachesGrowAndRefuseWhatDoesNotFit) {
   Transformer model = tiny_model("tiny-mha");
   EXPECT_NE(error_of([&] {

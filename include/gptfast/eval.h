@@ -95,7 +95,8 @@ std::vector<TokenRequest> strided_windows(const std::vector<int32_t>& tokens, in
                                           int64_t stride);
 
 struct EvalOptions {
-  int64_t batch_size = 16;  ///< requests in one forward pass; fewer where they are long
+  int64_t batch_size = 16;  ///< requests in one forward pass; fewer where they are long, more where
+                            ///< a single item has more
   int64_t max_seq_length =
       0;  ///< longest input in tokens; 0: the model's context (original's rule: at most 2048 of it)
   BosRule bos = BosRule::kHarness;

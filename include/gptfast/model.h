@@ -34,8 +34,8 @@ struct KVCache {
   Tensor k_cache;  ///< [slots, Hkv, T, Dh]
   Tensor v_cache;  ///< [slots, Hkv, T, Dh]
 
-  /// Writes k, v [B, Hkv, S, Dh] at `input_pos` [S] of slots first_slot .. first_slot + B.
-  void update(const Tensor& input_pos, const Tensor& k, const Tensor& v, int64_t first_slot);
+  /// Writes k, v [B, Hkv, S, Dh] at `cache_pos` [S] of slots first_slot .. first_slot + B.
+  void update(const Tensor& cache_pos, const Tensor& k, const Tensor& v, int64_t first_slot);
 };
 
 /// Root mean square norm, computed in float32 (RMSNorm of model.py).
@@ -58,15 +58,30 @@ struct EmbeddingImpl : torch::nn::Module {
 };
 TORCH_MODULE(Embedding);
 
+/// Texts that begin alike, for a forward pass that computes the beginning once: branches that each
+/// continue the trunk as if the others were not there. A plain text is a trunk.
+struct TokenTree {
+  std::vector<int32_t> trunk;
+  std::vector<std::vector<int32_t>> branches = {};
+
+  int64_t size() const;  ///< tokens
+};
+
+/// Neighbouring queries of a forward pass that attend to the same slots.
+struct Span {
+  int64_t begin, length;  // of the S queries
+  Tensor cache_pos;       // [length] int64, where their keys and values go
+  Tensor mask;   // [1, 1, length, used] bool; undefined when the queries are plainly causal from
+                 // position 0, or one that sees everything
+  int64_t used;  // cache positions to attend to: max(cache_pos) + 1
+  int64_t first_slot;
+};
+
 /// What forward() shares between layers.
 struct ForwardContext {
-  Tensor input_pos;  // [S] int64
-  Tensor freqs_cis;  // [S, Dh/2, 2] float32
-  Tensor mask;   // [1, 1, S, T] bool, rows of the causal mask over the used cache; undefined when
-                 // all is visible
-  int64_t used;  // cache positions to attend to: max(input_pos) + 1
-  int64_t first_slot;
-  TensorParallel* tp;  // adds up the blocks' parts of the ranks; nullptr on one device
+  Tensor freqs_cis;         // [S, Dh/2, 2] float32
+  std::vector<Span> spans;  // one for a prompt, one for each of several texts
+  TensorParallel* tp;       // adds up the blocks' parts of the ranks; nullptr on one device
 };
 
 /// Grouped-query attention with a KV cache (Attention of model.py). In this and the modules below
@@ -175,9 +190,11 @@ struct TransformerImpl : torch::nn::Module {
   Tensor forward(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
   /// forward() that applies the head to the last position only: [B, V].
   Tensor last_logits(const Tensor& idx, const Tensor& input_pos, int64_t first_slot = 0);
-  /// forward() that applies the head to the rows `where` [n] int64 of [B * S] only: [n, V].
-  Tensor logits_at(const Tensor& idx, const Tensor& input_pos, const Tensor& where,
-                   int64_t first_slot = 0);
+  /// What head() takes of every token of `trees`, a tree after the other, a trunk before its
+  /// branches, without padding: [tokens, D]. Tree i goes to slot i.
+  Tensor hidden(const std::vector<TokenTree>& trees);
+  /// The norm and the head: [..., D] -> [..., V].
+  Tensor head(const Tensor& x);
   /// One fused step; see ops.h for the rows. Returns the next tokens [B] int32, a view that the
   /// following step overwrites. step_logits() gives the logits until then.
   Tensor step(const Tensor& tokens /* [B, S] */, const Tensor& pos /* [B] */,
@@ -223,7 +240,7 @@ struct TransformerImpl : torch::nn::Module {
   };
   std::vector<Slice> hidden(const Tensor& idx, const Tensor& input_pos,
                             int64_t first_slot);  // before the head
-  ForwardContext context_of(const Tensor& input_pos, int64_t first_slot) const;
+  void run_layers(std::vector<Slice>& slices);
   int64_t slices_of(int64_t batch_size, int64_t seq_len) const;
 
   bool reference_ = false;
