@@ -77,7 +77,7 @@ TEST_P(Golden, Bf16StaysWithinTheOriginalsOwnError) {
   model->setup_caches(1, 64);
   const StateDict bf16 = load_checkpoint(golden(GetParam()) / "golden.bf16.pth");
   const StateDict fp32 = load_checkpoint(golden(GetParam()) / "golden.fp32.pth");
-  const Tensor exact = fp32.at("prefill_logits");
+  const Tensor& exact = fp32.at("prefill_logits");
   const double own_error =
       (bf16.at("prefill_logits").to(at::kFloat) - exact).abs().max().item<double>();
   for (const LogitsOf logits_of : {LogitsOf(forward_all), LogitsOf(through_step)}) {
