@@ -74,27 +74,35 @@ Tensor AttentionImpl::project(const Tensor& x, const ForwardContext& context) {
 }
 
 Tensor AttentionImpl::attend(const Tensor& q, const ForwardContext& context) {
-  const int64_t B = q.size(0), S = q.size(2);
-  std::vector<Tensor> parts;  // [B, H, length, Dh]
+  std::vector<Tensor> parts;  // [B, length, H Dh]
   parts.reserve(context.spans.size());
-  for (const Span& span : context.spans) {
-    // Only the used part of the cache is read: cost follows the length of the text, not of the
-    // allocation.
-    const auto used = [&](const Tensor& cache) {  // [B, H, used, Dh]
-      return cache.narrow(0, span.first_slot, B)
-          .narrow(2, 0, span.used)
-          .repeat_interleave(n_head / n_local_heads, /*dim=*/1);
-    };
-    parts.push_back(
-        at::scaled_dot_product_attention(q.narrow(2, span.begin, span.length),
-                                         used(kv_cache.k_cache), used(kv_cache.v_cache),
-                                         span.mask.defined() ? std::make_optional(span.mask)
-                                                             : std::nullopt,
-                                         /*dropout_p=*/0.0,
-                                         /*is_causal=*/!span.mask.defined() && span.length > 1));
+  for (const Span& span : context.spans)
+    parts.push_back(attend_span(q.narrow(2, span.begin, span.length), span));
+  return wo->forward(parts.size() == 1 ? parts[0] : at::cat(parts, /*dim=*/1));
+}
+
+Tensor AttentionImpl::attend_span(const Tensor& q, const Span& span) {
+  const int64_t B = q.size(0);
+  if (span.causal && !wo->reference) {
+    const Tensor y = ops::attention_prompt(q, kv_cache.k_cache, kv_cache.v_cache, span.cache_pos,
+                                           span.first_slot);
+    if (y.defined()) return y;
   }
-  const Tensor y = parts.size() == 1 ? parts[0] : at::cat(parts, /*dim=*/2);  // [B, H, S, Dh]
-  return wo->forward(y.transpose(1, 2).reshape({B, S, n_head * head_dim}));
+  // Only the used part of the cache is read: cost follows the length of the text, not of the
+  // allocation.
+  const auto used = [&](const Tensor& cache) {  // [B, H, used, Dh]
+    return cache.narrow(0, span.first_slot, B)
+        .narrow(2, 0, span.used)
+        .repeat_interleave(n_head / n_local_heads, /*dim=*/1);
+  };
+  const Tensor y =
+      at::scaled_dot_product_attention(q, used(kv_cache.k_cache), used(kv_cache.v_cache),
+                                       span.mask.defined() ? std::make_optional(span.mask)
+                                                           : std::nullopt,
+                                       /*dropout_p=*/0.0,
+                                       /*is_causal=*/!span.mask.defined() &&
+                                           span.length > 1);  // [B, H, length, Dh]
+  return y.transpose(1, 2).flatten(2);
 }
 
 // ---- FeedForward
@@ -317,9 +325,8 @@ void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {
 
 int64_t TransformerImpl::slices_of(int64_t batch_size, int64_t seq_len) const {
   // Each slice goes through the weights once, which fewer tokens do not repay; later slices see
-  // more positions, which several slices for each thread even out (Zen 5, 2 threads, SmolLM2: 512
-  // tokens in slices of 64, 128 and 256 at 1,718, 1,782 and 1,793 tokens/s in bfloat16, 1,107,
-  // 1,157 and 1,237 in int4).
+  // more positions, which several slices for each thread even out (Zen 5, 2 threads, SmolLM2, 512
+  // tokens: slices of 64 instead of 256 cost 4 % in bfloat16 and 10 % in int4).
   constexpr int64_t kLeastTokens = 32, kUsualTokens = 256, kMostSlices = 4;
   const int64_t tokens = batch_size * seq_len, threads = num_threads();
   if (reference_ || !device().is_cpu() || tp_ || tokens < kLeastTokens * threads) return 1;

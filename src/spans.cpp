@@ -18,7 +18,8 @@ Span span_of_prompt(const Tensor& input_pos, int64_t first_slot) {
             .cache_pos = input_pos.to(at::kLong),
             .mask = {},
             .used = input_pos.max().item<int64_t>() + 1,
-            .first_slot = first_slot};
+            .first_slot = first_slot,
+            .causal = true};
   if (span.length > 1 && span.used != span.length) {
     const Tensor key = at::arange(span.used, span.cache_pos.options());
     span.mask = (key.unsqueeze(0) <= span.cache_pos.unsqueeze(1)).unsqueeze(0).unsqueeze(0);
@@ -59,7 +60,8 @@ std::vector<Span> PackedTrees::spans(int64_t begin, int64_t end) const {
               .cache_pos = at::arange(first, used, own_.options()),
               .mask = {},
               .used = used,
-              .first_slot = static_cast<int64_t>(slot)};
+              .first_slot = static_cast<int64_t>(slot),
+              .causal = used <= tree.trunk};
     if (first > 0 || used > tree.trunk) {
       const Tensor key = at::arange(used, own_.options()).unsqueeze(0),
                    query = span.cache_pos.unsqueeze(1), own = own_.slice(0, from, to).unsqueeze(1);

@@ -75,6 +75,7 @@ struct Span {
                  // position 0, or one that sees everything
   int64_t used;  // cache positions to attend to: max(cache_pos) + 1
   int64_t first_slot;
+  bool causal;  // each query sees the positions up to its own, with a mask or without
 };
 
 /// What forward() shares between layers.
@@ -94,6 +95,8 @@ struct AttentionImpl : torch::nn::Module {
   Tensor project(const Tensor& x, const ForwardContext& context);
   /// The second half: [B, H, S, Dh] -> [B, S, D].
   Tensor attend(const Tensor& q, const ForwardContext& context);
+  /// Attention of the queries of one span, [B, H, length, Dh] -> [B, length, H Dh].
+  Tensor attend_span(const Tensor& q, const Span& span);
 
   Linear wqkv{nullptr};  // D -> (H + 2 Hkv) Dh: query, key and value projections of all heads
   Linear wo{nullptr};    // H Dh -> D

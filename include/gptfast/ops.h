@@ -72,6 +72,13 @@ Tensor pack_int4(const Int4Weight& weight, at::Device device);
 /// Linear::forward. Undefined where the device has none; plain ATen serves then.
 Tensor linear(const Tensor& x /* [..., K] */, const LinearImpl& layer);
 
+/// Attention of a prompt's tokens, whose keys and values are in the caches [slots, Hkv, T, Dh]
+/// already: row b reads slot first_slot + b, token s its positions 0 ... input_pos[s]. Undefined
+/// where the device has no kernel for these dtypes and sizes; plain ATen serves then.
+Tensor attention_prompt(const Tensor& q /* [B, H, S, Dh] */, const Tensor& k_cache,
+                        const Tensor& v_cache, const Tensor& input_pos /* [S] int64 */,
+                        int64_t first_slot);  // [B, S, H * Dh]
+
 /// x[r] = table[tokens[r]]. An id outside the table gives NaN: ids are checked on the host, this
 /// keeps memory safe.
 void embed(const StepRows& rows, const Tensor& table /* [V, D] */, Tensor& x /* [M, D] */);

@@ -82,6 +82,12 @@ Tensor linear(const Tensor& x, const LinearImpl& layer) {
   return on_cpu(x) ? cpu::linear(x, layer) : Tensor();
 }
 
+Tensor attention_prompt(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& input_pos, int64_t first_slot) {
+  if (!on_cpu(q)) return {};
+  return cpu::attention_prompt(q, k_cache, v_cache, input_pos, first_slot);
+}
+
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
   RECORD_FUNCTION("gptfast::embed", {});
   if (on_cpu(table)) return cpu::embed(rows, table, x);

@@ -56,4 +56,12 @@ const Kernels& kernels() {
   return chosen;
 }
 
+const PromptKernels* prompt_kernels() {
+#if defined(__x86_64__)
+  static const bool has_bfloat16 = __builtin_cpu_supports("avx512bf16") != 0;
+  if (has_bfloat16) return kernels().prompt;
+#endif
+  return nullptr;
+}
+
 }  // namespace gptfast::cpu

@@ -25,6 +25,11 @@ constexpr int64_t kInt4BlockBytes = kRowTile * kBlock / 2;  // codes of 16 rows 
 constexpr int64_t kMaxPanelRows = 32;   ///< weight rows of a panel of matmul, at most
 constexpr int64_t kPanelColumns = 512;  ///< 64 KB of float32 weights stay in the second-level cache
 
+constexpr int kPackedRows = 12;        ///< activation rows of a block that pack_rows makes
+constexpr int64_t kPanelPairs = 2048;  ///< pairs of columns of a bfloat16 panel: 256 KB of a
+                                       ///< second-level cache of 1 MB
+constexpr int64_t kPromptSplit = 128;  ///< cache positions that a prompt's scores are kept for
+
 /// One weight matrix [n, k]; data as WeightView says.
 struct Weight {
   Format format;
@@ -93,6 +98,44 @@ constexpr int64_t attend_scratch_floats(int64_t head_dim) {
   return kHeadBlock * (kSplit + head_dim + 2 * kMaxLanes);
 }
 
+/// `tokens` of a prompt times the `heads` query heads that share a key/value head, in bfloat16.
+struct PromptAttendArgs {
+  const uint16_t* q;   // [tokens, heads, head_dim], tokens `token_stride` apart
+  const uint16_t* k;   // [positions, head_dim]
+  const uint16_t* v;   // the same
+  const int64_t* pos;  // [tokens]; a token sees positions 0 ... its own
+  int64_t tokens, heads;
+  int64_t head_dim;  // a multiple of kBlock
+  int64_t token_stride;
+  float scale;    // of the scores
+  uint16_t* out;  // as q
+  void* scratch;  // attend_prompt_bytes of it, 64-byte aligned
+};
+
+/// What CPUs with AVX512_BF16 have for prompts, beside the kernels of their instruction set.
+struct PromptKernels {
+  /// x [rows, k], k a multiple of kBlock, for matmul: [block of kPackedRows rows][pair of
+  /// columns][row], packed_bytes(rows, k) of memory.
+  void (*pack_rows)(const uint16_t* x, int64_t rows, int64_t k, uint32_t* packed);
+  /// out[m * n + i] = dot(weight row i, x[m]) in bfloat16 for i in [begin, end), the sums in
+  /// float32, int4 weights rounded to bfloat16. `begin` is a multiple of kMaxPanelRows; formats
+  /// bfloat16, int8 and int4. sums: kMaxPanelRows floats for each of the rows up to a multiple of
+  /// kPackedRows; panel: kPanelPairs * kMaxPanelRows dwords.
+  void (*matmul)(const Weight& weight, int64_t begin, int64_t end, const uint32_t* packed,
+                 int64_t rows, uint16_t* out, float* sums, uint32_t* panel);
+  size_t (*attend_prompt_bytes)(const PromptAttendArgs& args);
+  void (*attend_prompt)(const PromptAttendArgs& args);
+};
+
+/// Rows as pack_rows pads them.
+constexpr int64_t packed_rows(int64_t rows) {
+  return (rows + kPackedRows - 1) / kPackedRows * kPackedRows;
+}
+/// With what the last store of pack_rows writes behind its rows.
+constexpr int64_t packed_bytes(int64_t rows, int64_t k) {
+  return packed_rows(rows) * k * 2 + 64;
+}
+
 /// The kernels of one instruction set.
 struct Kernels {
   const char* name;
@@ -111,9 +154,6 @@ struct Kernels {
   /// floats.
   void (*matmul)(const Weight& weight, int64_t begin, int64_t end, const float* x, int64_t rows,
                  float* out, int64_t out_stride, float* panel);
-  /// Packed int4 rows [begin, end) as bfloat16, out [end - begin, k]. `begin` is a multiple of
-  /// kRowTile.
-  void (*unpack_int4)(const Weight& weight, int64_t begin, int64_t end, uint16_t* out);
   void (*attend)(const AttendArgs& args);
   /// h[i] = silu(gate[i]) * up[i].
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* h);
@@ -122,6 +162,7 @@ struct Kernels {
   /// out[i] = in[i] converted, n values of `dtype`.
   void (*to_float)(const void* in, Dtype dtype, int64_t n, float* out);
   void (*from_float)(const float* in, int64_t n, Dtype dtype, void* out);
+  const PromptKernels* prompt;  ///< null if this instruction set has none
 };
 
 extern const Kernels kPortableKernels;
@@ -133,5 +174,8 @@ extern const Kernels kAvx512Kernels;
 /// The kernels for this CPU, capped by the environment's GPTFAST_CPU (see ops::path). Throws
 /// c10::Error on an unknown value.
 const Kernels& kernels();
+
+/// Null unless this CPU, capped like kernels(), has the bfloat16 instructions.
+const PromptKernels* prompt_kernels();
 
 }  // namespace gptfast::cpu

@@ -7,6 +7,7 @@
 #include "ops/cpu/gemv_int4.h"
 #include "ops/cpu/gemv_int8.h"
 #include "ops/cpu/matmul.h"
+#include "ops/cpu/prompt_bfloat16.h"
 
 namespace gptfast::cpu::GPTFAST_ISA {
 
@@ -160,9 +161,17 @@ inline void from_float(const float* in, int64_t n, Dtype dtype, void* out) {
   }
 }
 
+#if defined(__AVX512F__)
+constexpr PromptKernels kPromptKernels = {pack_rows, matmul_bfloat16, attend_prompt_bytes,
+                                          attend_prompt};
+constexpr const PromptKernels* kPrompt = &kPromptKernels;
+#else
+constexpr const PromptKernels* kPrompt = nullptr;
+#endif
+
 constexpr Kernels make_kernels(const char* name) {
-  return {name,   activation_bytes, prepare, gemv,     matmul,    unpack_int4,
-          attend, silu_mul,         merge,   to_float, from_float};
+  return {name,  activation_bytes, prepare,    gemv,   matmul, attend, silu_mul,
+          merge, to_float,         from_float, kPrompt};
 }
 
 }  // namespace gptfast::cpu::GPTFAST_ISA

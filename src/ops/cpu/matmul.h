@@ -74,57 +74,6 @@ inline void fill_from_tiles(const Weight& weight, int64_t first_row, int64_t fir
   }
 }
 
-/// 32 columns of a tile's rows as codes, a row after the other: its columns come 4 at a time from
-/// the low and the high halves of 4 vectors.
-inline void split_block(const uint8_t* block, uint8_t (&codes)[kRowTile][kBlock]) {
-  for (int64_t r = 0; r < kRowTile; ++r) {
-    for (int64_t j = 0; j < 4; ++j) {
-      uint32_t quad;
-      memcpy(&quad, block + 64 * j + 4 * r, 4);
-      const uint32_t low = quad & 0x0f0f0f0fu;
-      const uint32_t high = quad >> 4 & 0x0f0f0f0fu;
-      memcpy(&codes[r][8 * j], &low, 4);
-      memcpy(&codes[r][8 * j + 4], &high, 4);
-    }
-  }
-}
-
-template <class T>
-inline void unpack_tiles(const Weight& weight, int64_t begin, int64_t end, uint16_t* out) {
-  const Int4Shape shape(weight.k, weight.groupsize, sizeof(T));
-  for (int64_t n = begin; n < end; n += kRowTile) {
-    const uint8_t* w = static_cast<const uint8_t*>(weight.data) + kInt4HeaderBytes +
-                       n / kRowTile * shape.tile_bytes;
-    const int64_t rows = end - n < kRowTile ? end - n : kRowTile;
-    float scales[2 * kRowTile];  // then zeros
-    for (int64_t c = 0; c < weight.k; c += kBlock, w += kInt4BlockBytes) {
-      if (c % weight.groupsize == 0) {
-        for (int64_t i = 0; i < 2 * kRowTile; i += kLanes)
-          store(scales + i, load(reinterpret_cast<const T*>(w) + i));
-        w += shape.group_bytes;
-      }
-      uint8_t codes[kRowTile][kBlock];
-      split_block(w, codes);
-      const int64_t columns = weight.k - c < kBlock ? weight.k - c : kBlock;
-      for (int64_t r = 0; r < rows; ++r) {
-        uint16_t values[kBlock];
-        for (int64_t i = 0; i < kBlock; i += kLanes) {
-          const Float code = __builtin_convertvector(load_as<Byte>(&codes[r][i]), Float) - 8;
-          store_as(values + i, round_to_bfloat16(multiply_add(code, splat(scales[r]),
-                                                              splat(scales[kRowTile + r]))));
-        }
-        memcpy(out + (n - begin + r) * weight.k + c, values, columns * sizeof(uint16_t));
-      }
-    }
-  }
-}
-
-inline void unpack_int4(const Weight& weight, int64_t begin, int64_t end, uint16_t* out) {
-  if (static_cast<const Int4Header*>(weight.data)->float32_scales != 0)
-    return unpack_tiles<float>(weight, begin, end, out);
-  unpack_tiles<BFloat16>(weight, begin, end, out);
-}
-
 inline void fill_panel(const Weight& weight, int64_t row, int64_t column, int64_t columns,
                        float* panel) {
   const auto plain = [](const auto* p, int64_t /*row*/) { return load(p); };

@@ -1,7 +1,8 @@
 // The matrix products of prompts and evaluation.
 #include <ATen/ATen.h>
 
-#include <cstring>
+#include <algorithm>
+#include <cmath>
 
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/step_ops.h"
@@ -10,8 +11,13 @@
 namespace gptfast::ops::cpu {
 
 using gptfast::cpu::Format;
+using gptfast::cpu::kBlock;
 using gptfast::cpu::kernels;
-using gptfast::cpu::kRowTile;
+using gptfast::cpu::kMaxPanelRows;
+using gptfast::cpu::kPanelPairs;
+using gptfast::cpu::packed_bytes;
+using gptfast::cpu::packed_rows;
+using gptfast::cpu::prompt_kernels;
 using gptfast::cpu::Range;
 using gptfast::cpu::ThreadPool;
 using gptfast::cpu::Weight;
@@ -60,29 +66,32 @@ void for_pieces(int64_t n, int64_t piece, const Body& body) {
   });
 }
 
-/// LibTorch's bfloat16 products are faster than our float32 ones where the CPU has instructions for
-/// them: SmolLM2-135M, 512 tokens, about 1000 against 490 tokens/s (Zen 5, 2 threads). Without
-/// these it is several times slower than its float32 (Zen 3).
-bool library_is_faster(const Tensor& x) {
-  if (x.scalar_type() != at::kBFloat16) return false;
-#if defined(__x86_64__)
-  static const bool has_bfloat16 =
-      __builtin_cpu_supports("avx512bf16") && std::strcmp(path(), "avx512") == 0;
-  return has_bfloat16;
-#else
-  return false;
-#endif
+/// A layer's products in bfloat16, where the CPU has instructions for them.
+bool takes_bfloat16(const Tensor& x, const Weight& weight) {
+  const bool has_format = weight.format == Format::kBFloat16 || weight.format == Format::kInt8 ||
+                          weight.format == Format::kInt4;
+  return prompt_kernels() != nullptr && x.scalar_type() == at::kBFloat16 && has_format &&
+         weight.k % kBlock == 0;
 }
 
-/// Weights [n, k] in bfloat16, to which the original's int4 kernels round them as well.
-Tensor unpack_int4(const Weight& weight, const at::TensorOptions& options) {
-  Tensor out = at::empty({weight.n, weight.k}, options.dtype(at::kBFloat16));
-  auto* data = static_cast<uint16_t*>(out.data_ptr());
-  constexpr int64_t kPiece = 4 * kRowTile;
-  for_pieces(weight.n, kPiece, [&](int /*thread*/, const Range& range) {
-    kernels().unpack_int4(weight, range.begin, range.end, data + range.begin * weight.k);
+const uint16_t* bits(const Tensor& t) {
+  return static_cast<const uint16_t*>(t.const_data_ptr());
+}
+
+void linear_bfloat16(const Tensor& x /* [rows, k] */, const Weight& weight, Tensor& out) {
+  const auto& kernels = *prompt_kernels();
+  const int64_t rows = x.size(0);
+  const Tensor packed = at::empty({packed_bytes(rows, weight.k)}, x.options().dtype(at::kByte));
+  auto* activations = static_cast<uint32_t*>(packed.data_ptr());
+  kernels.pack_rows(bits(x), rows, weight.k, activations);
+  auto* products = static_cast<uint16_t*>(out.data_ptr());
+  for_pieces(weight.n, kMaxPanelRows, [&](int thread, const Range& range) {
+    auto* panel = reinterpret_cast<uint32_t*>(
+        ThreadPool::get().scratch(thread, (kPanelPairs + packed_rows(rows)) * kMaxPanelRows *
+                                              sizeof(float)));
+    auto* sums = reinterpret_cast<float*>(panel + kPanelPairs * kMaxPanelRows);
+    kernels.matmul(weight, range.begin, range.end, activations, rows, products, sums, panel);
   });
-  return out;
 }
 
 }  // namespace
@@ -92,25 +101,64 @@ Tensor linear(const Tensor& x, const LinearImpl& layer) {
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) == weight.k, "a linear layer with ", weight.k,
               " inputs got activations of shape ", x.sizes());
   const Tensor ordered = weight.perm == nullptr ? x : x.index_select(-1, layer.perm);
-  if (library_is_faster(x)) {
-    if (weight.format == Format::kBFloat16 || weight.format == Format::kInt8) return {};
-    if (weight.format == Format::kInt4)
-      return at::linear(ordered, unpack_int4(weight, x.options()));
-  }
-  const Tensor in = ordered.to(at::kFloat).contiguous();
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.n;
+  if (takes_bfloat16(x, weight)) {
+    Tensor out = at::empty(shape, x.options());
+    linear_bfloat16(ordered.reshape({-1, weight.k}).contiguous(), weight, out);
+    return out;
+  }
+  const Tensor in = ordered.to(at::kFloat).contiguous();
   Tensor out = at::empty(shape, in.options());
   const int64_t rows = in.numel() / weight.k;
   const auto* activations = in.const_data_ptr<float>();
   auto* products = out.data_ptr<float>();
-  constexpr int64_t kPanel = gptfast::cpu::kMaxPanelRows;
-  for_pieces(weight.n, kPanel, [&](int thread, const Range& range) {
+  for_pieces(weight.n, kMaxPanelRows, [&](int thread, const Range& range) {
     auto* panel = reinterpret_cast<float*>(
-        ThreadPool::get().scratch(thread, gptfast::cpu::kPanelColumns * kPanel * sizeof(float)));
+        ThreadPool::get().scratch(thread,
+                                  gptfast::cpu::kPanelColumns * kMaxPanelRows * sizeof(float)));
     kernels().matmul(weight, range.begin, range.end, activations, rows, products, weight.n, panel);
   });
   return out.to(x.scalar_type());
+}
+
+Tensor attention_prompt(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& input_pos, int64_t first_slot) {
+  const int64_t B = q.size(0), H = q.size(1), S = q.size(2), Dh = q.size(3);
+  const int64_t Hkv = k_cache.size(1), T = k_cache.size(2), group = H / Hkv;
+  if (prompt_kernels() == nullptr || q.scalar_type() != at::kBFloat16 ||
+      k_cache.scalar_type() != at::kBFloat16 || Dh % kBlock != 0)
+    return {};
+  TORCH_CHECK(k_cache.is_contiguous() && v_cache.is_contiguous(), "a KV cache must be contiguous");
+  const Tensor queries = q.transpose(1, 2).contiguous();  // [B, S, H, Dh]
+  Tensor out = at::empty({B, S, H * Dh}, q.options());
+  auto* y = static_cast<uint16_t*>(out.data_ptr());
+  // Enough rows to repay the panels of keys and values; their scores stay in the second-level
+  // cache.
+  constexpr int64_t kRows = 192;
+  const int64_t tokens = std::clamp<int64_t>(kRows / group, 1, S);
+  const int64_t blocks = (S + tokens - 1) / tokens;
+  for_pieces(B * Hkv * blocks, 1, [&](int thread, const Range& range) {
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const int64_t first = i % blocks * tokens, head = i / blocks % Hkv, b = i / blocks / Hkv;
+      const int64_t at = ((b * S + first) * H + head * group) * Dh;
+      const int64_t cache = ((first_slot + b) * Hkv + head) * T * Dh;
+      gptfast::cpu::PromptAttendArgs args{.q = bits(queries) + at,
+                                          .k = bits(k_cache) + cache,
+                                          .v = bits(v_cache) + cache,
+                                          .pos = input_pos.const_data_ptr<int64_t>() + first,
+                                          .tokens = std::min(tokens, S - first),
+                                          .heads = group,
+                                          .head_dim = Dh,
+                                          .token_stride = H * Dh,
+                                          .scale = 1 / std::sqrt(static_cast<float>(Dh)),
+                                          .out = y + at,
+                                          .scratch = nullptr};
+      args.scratch = ThreadPool::get().scratch(thread, prompt_kernels()->attend_prompt_bytes(args));
+      prompt_kernels()->attend_prompt(args);
+    }
+  });
+  return out;
 }
 
 }  // namespace gptfast::ops::cpu

@@ -15,6 +15,9 @@ Tensor pack_int4(const Int4Weight& weight);
 gptfast::cpu::Weight weight_of(const LinearImpl& linear);
 /// As ops::linear.
 Tensor linear(const Tensor& x, const LinearImpl& layer);
+/// As ops::attention_prompt.
+Tensor attention_prompt(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& input_pos, int64_t first_slot);
 void embed(const StepRows& rows, const Tensor& table, Tensor& x);
 void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
                          double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
