@@ -219,10 +219,8 @@ TEST_F(ImportTest, MixtralByExpert) {
                at::ones({experts, dim})}});
     for (int e = 0; e < count; ++e) {
       for (int k = 0; k < 3; ++k) {
-        const std::string number = std::to_string(e) + ".w" + std::to_string(k + 1) + ".weight";
-        t.emplace_back(layer + (hf ? "block_sparse_moe.experts." : "feed_forward.experts.") +
-                           number,
-                       w[e * 3 + k]);
+        const char* const experts_of = hf ? "block_sparse_moe.experts." : "feed_forward.experts.";
+        t.emplace_back(c10::str(layer, experts_of, e, ".w", k + 1, ".weight"), w[e * 3 + k]);
       }
     }
     return safetensors(t);

@@ -295,6 +295,7 @@ TEST(Serve, ManyAtOnceGetWhatEachGetsAlone) {
   const Running server({.parallel = 4});
   std::vector<std::future<std::string>> answers;
   const auto prompt = [](int i) { return ramp(2 + i * 29, 3 + 2 * i); };
+  answers.reserve(12);
   for (int i = 0; i < 12; ++i) {
     answers.push_back(std::async(std::launch::async, [&, i] {
       const json request = {{"prompt", prompt(i)}, {"temperature", 0}, {"max_tokens", 10 + 3 * i}};

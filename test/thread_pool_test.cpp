@@ -54,6 +54,7 @@ TEST(ThreadPool, CallersTakeTurns) {
   ThreadPool pool(3);
   std::vector<std::thread> callers;
   std::atomic<int> wrong = 0;
+  callers.reserve(4);
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&] {
       for (int i = 0; i < 200; ++i) wrong += claims(pool, 50, 2) != std::vector<int>(50, 1);

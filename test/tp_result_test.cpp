@@ -28,7 +28,8 @@ class Logits : public testing::TestWithParam<Case> {};
 // Prompt logits of the original on as many ranks (through forward()), then a decoded token
 // (through step()).
 TEST_P(Logits, EqualTheOriginals) {
-  const auto [model, ranks] = GetParam();
+  const char* const model = GetParam().model;
+  const int ranks = GetParam().ranks;
   const StateDict expected = load_checkpoint(golden(c10::str("tp/", model, ".tp", ranks, ".pth")));
   TempDir dir;
   std::string file = golden(model) / "model.bf16.pth";
