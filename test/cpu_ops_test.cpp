@@ -17,7 +17,6 @@ namespace gptfast {
 namespace {
 
 using cpu::Dtype;
-using cpu::Format;
 using cpu::Kernels;
 
 /// weight rows [begin, n) times the rows of x [M, k].
