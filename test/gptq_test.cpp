@@ -142,8 +142,8 @@ TEST(Gptq, DampingIsRaisedWhenTooLittle) {
 
 TEST(Gptq, BadInput) {
   const auto problem = random_problem(16, 64);
-  const Tensor& w = problem.first;  // lambdas of clang 14 cannot take structured bindings
-  const Tensor& h = problem.second;
+  const Tensor& w = problem.w;  // lambdas of clang 14 cannot take structured bindings
+  const Tensor& h = problem.h;
   Tensor nan = h.clone();
   nan[3][4] = std::nan("");
   EXPECT_NE(error_of([&] {
