@@ -12,6 +12,7 @@
 #include "gptfast/model.h"
 #include "gptfast/tp.h"
 #include "int4_layout.h"
+#include "ops/cpu/huge_pages.h"
 #ifdef GPTFAST_CUDA
 #include "ops/cuda/step_ops.h"
 #include "ops/cuda/upload.h"
@@ -222,8 +223,14 @@ Transformer load_model(const std::filesystem::path& checkpoint_path, const LoadO
 namespace {
 
 /// An expert's tensor is there already, as a view.
+/// Weights on the CPU lie in huge pages, as those of a mapped file do.
 void allocate(Tensor& registered, at::IntArrayRef sizes, const at::TensorOptions& options) {
-  if (registered.numel() == 0) assign(registered, at::empty(sizes, options));
+  if (registered.numel() != 0) return;
+  if (!options.device().is_cpu()) return assign(registered, at::empty(sizes, options));
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  const int64_t bytes =
+      c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+  assign(registered, cpu::empty_in_huge_pages(bytes).view(dtype).view(sizes));
 }
 
 /// N(0, 1) / sqrt(K) in the layer's scheme, straight in the quantized form: no float copy of a

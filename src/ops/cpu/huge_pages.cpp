@@ -28,7 +28,7 @@ class Mapping {
     address_ = ::mmap(nullptr, size_ + kHugePage, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, /*fd=*/-1, /*offset=*/0);
     TORCH_CHECK(address_ != MAP_FAILED, "cannot allocate ", size_ >> 20,
-                " MiB for packed weights: ", std::strerror(errno));
+                " MiB for weights: ", std::strerror(errno));
     void* aligned = address_;
     size_t space = size_ + kHugePage;
     data_ = static_cast<std::byte*>(std::align(kHugePage, size_, aligned, space));

@@ -1,4 +1,4 @@
-// Memory for packed weights.
+// Memory for weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
