@@ -426,8 +426,8 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
   TORCH_CHECK(M >= 1 && M <= kMaxStepRows, "a step has 1 to ", kMaxStepRows, " rows, got ", M);
 
   // x += a product whose inner dimension is divided among the ranks.
-  const auto add = [&](const auto& product) {
-    tp_ ? tp_->sum_into(b.x.narrow(0, 0, M), product) : product(b.x);
+  const auto add_product = [&](const Tensor& in, const LinearImpl& w, const auto& op) {
+    tp_ ? tp_->add_product(M, in, w, b.x) : op(M, in, w, b.x);
   };
 
   ops::embed(rows, tok_embeddings->weight, b.x);
@@ -438,16 +438,19 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
     ops::rms_qkv_rope_append(rows, b.x, layer->attention_norm->weight, config.norm_eps,
                              *attention.wqkv, freqs_cis_, b.q, cache.k_cache, cache.v_cache);
     ops::attention_decode(rows, b.q, cache.k_cache, cache.v_cache, b.partials, b.y);
-    add([&](Tensor& x) { ops::o_proj_residual(M, b.y, *attention.wo, x); });
+    add_product(b.y, *attention.wo, ops::o_proj_residual);
     if (layer->block_sparse_moe) {
       const MOEFeedForwardImpl& moe = *layer->block_sparse_moe;
       ops::moe_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *moe.gate, *moe.cond_ffn, b.experts,
                             b.h);
-      add([&](Tensor& x) { ops::moe_down_proj_residual(M, b.h, *moe.cond_ffn, b.experts, x); });
+      const auto add_experts = [&](Tensor& x) {
+        ops::moe_down_proj_residual(M, b.h, *moe.cond_ffn, b.experts, x);
+      };
+      tp_ ? tp_->sum_into(b.x.narrow(0, 0, M), add_experts) : add_experts(b.x);
     } else {
       const FeedForwardImpl& ffn = *layer->feed_forward;
       ops::rms_gate_up_silu(M, b.x, ffn_norm, config.norm_eps, *ffn.w1, *ffn.w3, b.h);
-      add([&](Tensor& x) { ops::down_proj_residual(M, b.h, *ffn.w2, x); });
+      add_product(b.h, *ffn.w2, ops::down_proj_residual);
     }
   }
   ops::rms_lm_head(M, b.x, norm->weight, config.norm_eps, *output, tp_ ? shard_logits_ : b.logits);

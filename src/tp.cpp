@@ -22,6 +22,7 @@
 #endif
 
 #ifdef GPTFAST_CUDA
+#include "ops/cuda/step_ops.h"
 #include "tp_one_shot.h"
 #endif
 #include "tp_socket.h"
@@ -393,6 +394,15 @@ void TensorParallel::sum_into(Tensor x, const std::function<void(Tensor&)>& add_
   if (rank() != 0) x.zero_();  // the residual counts once
   add_partial(x);
   all_reduce(x);
+}
+
+void TensorParallel::add_product(int64_t rows, const Tensor& in, const LinearImpl& w, Tensor& x) {
+  const Tensor used = x.narrow(0, 0, rows);
+#ifdef GPTFAST_CUDA
+  if (impl_->one_shot && impl_->one_shot->takes(used) && ops::cuda::supports(w))
+    return impl_->one_shot->add_product(rows, in, w, x);
+#endif
+  sum_into(used, [&](Tensor& partial) { ops::o_proj_residual(rows, in, w, partial); });
 }
 
 void TensorParallel::broadcast(Tensor x) {

@@ -1,6 +1,7 @@
 #include "tp_one_shot.h"
 
 #include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -60,6 +61,10 @@ struct OneShot::Impl {
 
   /// Allocates this rank's mailbox; "" or what went wrong.
   std::string allocate(Offer& offer) {
+    const int multiprocessors = at::cuda::getDeviceProperties(device.index())->multiProcessorCount;
+    if (multiprocessors > cuda::kPeerCounters)
+      return c10::str("its GPU has ", multiprocessors, " multiprocessors, more than the ",
+                      cuda::kPeerCounters, " blocks of a sum");
     peers.rank = rank;
     peers.world_size = world_size;
     peers.capacity =
@@ -76,7 +81,7 @@ struct OneShot::Impl {
         e != cudaSuccess)
       return describe(e);
     const auto ints = at::TensorOptions(device).dtype(at::kInt);
-    rounds = at::zeros({cuda::kPeerBlocks}, ints);
+    rounds = at::zeros({cuda::kPeerCounters}, ints);
     failed = at::zeros({1}, ints);
     partial = at::zeros({kMaxStepRows * kMaxDim}, ints.dtype(at::kFloat));
     peers.mailbox[rank] = static_cast<uint64_t*>(mailbox);
@@ -221,6 +226,10 @@ Tensor OneShot::partial_for(const Tensor& x) {
 
 void OneShot::add_partials(Tensor& partial, Tensor& x) {
   impl_->add_partials(partial, x);
+}
+
+void OneShot::add_product(int64_t rows, const Tensor& in, const LinearImpl& w, Tensor& x) {
+  ops::cuda::add_product(rows, in, w, impl_->peers, x);
 }
 
 bool OneShot::takes_shards(int64_t head_rows) const {

@@ -34,6 +34,9 @@ class OneShot {
   OneShot(const OneShot&) = delete;
   OneShot& operator=(const OneShot&) = delete;
 
+  /// x += the sum of all ranks' in w^T, sent as it is computed. The kernels support w, and takes()
+  /// is true for the rows of x.
+  void add_product(int64_t rows, const at::Tensor& in, const LinearImpl& w, at::Tensor& x);
   /// True for what add_partials() takes: float32, contiguous, on the device, not too large.
   bool takes(const at::Tensor& x) const;
   /// Zeros in the shape of x, for add_partials(); one tensor for all calls.

@@ -32,7 +32,7 @@ struct Ranks {
     for (int r = 0; r < count; ++r) {
       streams.push_back(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, 0));
       mailboxes.push_back(at::zeros({2 * count * capacity}, ints().dtype(at::kLong)));
-      counters.push_back(at::zeros({cuda::kPeerBlocks + 1}, ints()));
+      counters.push_back(at::zeros({cuda::kPeerCounters + 1}, ints()));
     }
     for (int r = 0; r < count; ++r) {
       cuda::Peers p{.rank = r, .world_size = count, .capacity = capacity};
@@ -40,7 +40,7 @@ struct Ranks {
         p.mailbox[s] =
             reinterpret_cast<uint64_t*>(mailboxes[static_cast<size_t>(s)].data_ptr<int64_t>());
       p.rounds = reinterpret_cast<uint32_t*>(counters[static_cast<size_t>(r)].data_ptr<int32_t>());
-      p.failed = p.rounds + cuda::kPeerBlocks;
+      p.failed = p.rounds + cuda::kPeerCounters;
       p.limit_ns = 20'000'000'000;  // so that a bug is a failure
       peers.push_back(p);
     }
@@ -58,7 +58,7 @@ struct Ranks {
     }
     c10::cuda::device_synchronize();
     for (const Tensor& counter : counters)
-      EXPECT_EQ(counter[cuda::kPeerBlocks].item<int32_t>(), 0) << "a rank waited in vain";
+      EXPECT_EQ(counter[cuda::kPeerCounters].item<int32_t>(), 0) << "a rank waited in vain";
   }
   void all_reduce(size_t rank, const Tensor& partial, const Tensor& x) {
     C10_CUDA_CHECK(cuda::all_reduce(launch(rank), peers[rank], partial.data_ptr<float>(),
@@ -224,6 +224,77 @@ TEST_F(CudaTp, GraphsCanBeReplayed) {
   }
 }
 
+/// A layer's output projection on every rank, and inputs for it.
+struct Products {
+  Products(size_t ranks, const ModelArgs& config, const FormatCase& format) {
+    for (size_t r = 0; r < ranks; ++r) {
+      models.push_back(random_model(config, format.scheme, format.precision, kGpu,
+                                    /*seed=*/static_cast<int>(r)));
+      in.push_back(at::randn({kMaxStepRows, config.n_head * config.head_dim}, floats()));
+    }
+  }
+  const LinearImpl& w(size_t rank) const { return *models[rank]->layers[0]->attention->wo; }
+  /// x + the ranks' products, in the order of the kernel.
+  Tensor sum(int64_t rows, const Tensor& x) const {
+    Tensor sum = at::zeros_like(x);
+    for (size_t r = 0; r < models.size(); ++r) {
+      Tensor part = at::zeros_like(x);
+      ops::o_proj_residual(rows, in[r], w(r), part);
+      sum = sum + part;
+    }
+    return x + sum;
+  }
+  std::vector<Transformer> models;
+  std::vector<Tensor> in;
+};
+
+/// Several sums in a row: each rank's x afterwards is what the single products add up to, bit for
+/// bit.
+void expect_products_summed(int count, const ModelArgs& config, const FormatCase& format,
+                            std::initializer_list<int64_t> row_counts) {
+  Ranks ranks(count);
+  const Products products(ranks.size(), config, format);
+  for (const int64_t rows : row_counts) {
+    Tensor expected = at::randn({rows, config.dim}, floats());
+    std::vector<Tensor> x;
+    for (size_t r = 0; r < ranks.size(); ++r) x.push_back(expected.clone());
+    for (int again = 0; again < 3; ++again) expected = products.sum(rows, expected);
+    ranks.run([&](size_t r) {
+      for (int again = 0; again < 3; ++again) {
+        ops::cuda::add_product(rows, products.in[r], products.w(r), ranks.peers[r], x[r]);
+      }
+    });
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      EXPECT_TRUE(x[r].equal(expected))
+          << "rank " << r << " of " << count << ", " << rows << " rows of " << config.dim << ", "
+          << to_string(format.scheme.format) << ": off by "
+          << (x[r] - expected).abs().max().item<float>() << " at "
+          << (x[r] - expected).abs().argmax().item<int64_t>();
+    }
+  }
+}
+
+TEST_F(CudaTp, ProductsAreSummedAsTheyAreComputed) {
+  for (const FormatCase& format : kFormats) {
+    for (const int count : {1, 2, 3}) {
+      expect_products_summed(count, odd_config(), format, {1, 2, 4, 5, 8});
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// A block on nearly every SM. Two ranks of one GPU find room for that with one row, if no kernel
+// starts before its predecessor has ended.
+TEST_F(CudaTp, ProductsOfManyBlocksAreSummed) {
+  ModelArgs config = odd_config();
+  config.n_head = config.n_local_heads = 16;
+  config.head_dim = 128;
+  config.dim = 2048;
+  setenv("GPTFAST_PDL", "0", 1);
+  for (const FormatCase& format : kFormats) expect_products_summed(2, config, format, {1});
+  unsetenv("GPTFAST_PDL");
+}
+
 TEST_F(CudaTp, Rank0SamplesForAll) {
   constexpr int64_t kVocab = 1001;
   for (const int count : {1, 2, 3}) {
@@ -271,7 +342,7 @@ TEST_F(CudaTp, ATestRoundEndsWithoutItsPeer) {
   const Tensor x = at::zeros({576}, floats()), partial = at::ones({576}, floats());
   ranks.all_reduce(0, partial, x);
   c10::cuda::device_synchronize();
-  EXPECT_EQ(ranks.counters[0][cuda::kPeerBlocks].item<int32_t>(), 1);
+  EXPECT_EQ(ranks.counters[0][cuda::kPeerCounters].item<int32_t>(), 1);
 }
 
 // ---- One rank, which NCCL takes as well.

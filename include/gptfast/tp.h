@@ -97,6 +97,9 @@ class TensorParallel {
   /// x += the sum over all ranks of what `add_partial` adds to the tensor that it is given: this
   /// rank's part of a row-wise product. `x` is the same on every rank, before and after.
   void sum_into(Tensor x, const std::function<void(Tensor&)>& add_partial);
+  /// x [>= rows, N] += the sum over all ranks of in w^T: sum_into() of a row-wise product, which
+  /// GPUs that can write to one another's memory send while they compute it.
+  void add_product(int64_t rows, const Tensor& in, const LinearImpl& w, Tensor& x);
   /// Rank 0's `x` on every rank, in place. Contiguous.
   void broadcast(Tensor x);
   /// Rank 0's list on every rank.

@@ -4,8 +4,8 @@
 // Every rank has a mailbox in its own memory, into which all ranks write 8-byte words: 4 bytes of
 // data and the number of the round. A word arrives whole, so that the number tells the reader that
 // the data is there: no fence, no flag, one trip over the link (the LL protocol of NCCL). Rounds
-// use the two halves of a mailbox in turn. That is enough, because no rank ends a round of
-// all_reduce before all have begun it, and so have read what the round before brought.
+// use the two halves of a mailbox in turn. That is enough, because no rank ends a sum before all
+// have begun it, and so have read what the round before brought.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,11 @@
 namespace gptfast::cuda {
 
 constexpr int kMaxPeers = 8;
-/// Every round runs on this grid, so that each block can count rounds by itself.
-constexpr int kPeerBlocks = 16;
+constexpr int kPeerBlocks = 16;  ///< of the kernels below
+/// A block of a round reads a counter of its own, so that none waits for another; every round moves
+/// all counters on. At least as many as a grid has blocks (no more than the GPU multiprocessors),
+/// at most as many as a block has threads.
+constexpr int kPeerCounters = 256;
 
 /// One rank's view of the mailboxes. All ranks run the same rounds in the same order.
 struct Peers {
@@ -24,7 +27,7 @@ struct Peers {
   int world_size = 1;
   int64_t capacity = 0;               ///< words of one rank in one half; even
   uint64_t* mailbox[kMaxPeers] = {};  ///< of each rank: [2, world_size, capacity], zero at first
-  uint32_t* rounds = nullptr;         ///< [kPeerBlocks] in this rank's memory, zero at first
+  uint32_t* rounds = nullptr;         ///< [kPeerCounters] in this rank's memory, zero at first
   uint32_t* failed = nullptr;         ///< set when `limit_ns` ran out; the results are then wrong
   uint64_t limit_ns = 0;              ///< how long a round may wait for the others; 0: forever
 };
@@ -32,6 +35,12 @@ struct Peers {
 /// x [n] += the sum of all ranks' partial [n], added in the order of the ranks: the same bits
 /// everywhere. Leaves partial zero. n is even, n <= capacity.
 cudaError_t all_reduce(const Launch& launch, const Peers& peers, float* partial, int n, float* x);
+
+/// x [rows, n] += the sum of all ranks' in w^T, with the same bits everywhere: residual_stage whose
+/// blocks send what they find and wait for the same of the others. rows * n <= capacity, n is even.
+/// All blocks of all ranks must be resident at once: one rank a GPU.
+cudaError_t residual_stage(const Launch& launch, const StageInput& in, const Weight& w, float* x,
+                           const Peers& peers);
 
 /// Logits that rank 0 needs to sample: of each of `batch` entries the last of its `seq_len` rows.
 struct GatherArgs {

@@ -57,6 +57,18 @@ cudaError_t residual_stage(const Launch& launch, const StageInput& in, const Wei
   return run(launch, Stage::kResidual, args);
 }
 
+cudaError_t residual_stage(const Launch& launch, const StageInput& in, const Weight& w, float* x,
+                           const Peers& peers) {
+  if (w.n % 2 != 0 || static_cast<int64_t>(in.rows) * w.n > peers.capacity)
+    return cudaErrorInvalidValue;
+  StageArgs args{};
+  args.in = in;
+  args.w = w;
+  args.out = x;
+  args.peers = peers;
+  return run(launch, Stage::kResidualSum, args);
+}
+
 cudaError_t gate_up_stage(const Launch& launch, const StageInput& in, const Weight& w, float* h) {
   StageArgs args{};
   args.in = in;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "ops/cuda/cluster.cuh"
+#include "ops/cuda/peers.cuh"
 #include "ops/cuda/route.cuh"
 #include "ops/cuda/stage_input.cuh"
 #include "ops/cuda/stage_layout.cuh"
@@ -53,7 +54,7 @@ struct Epilogue {
         extra.y = n1 < a.w.n ? __ldcg(a.out + n1) : 0.0F;
       }
     }
-    if constexpr (S == Stage::kResidual) {
+    if constexpr (has_residual(S)) {
       const float* x = a.out + static_cast<int64_t>(m) * a.w.n;
       extra.x = __ldcg(x + n0);
       extra.y = n1 < a.w.n ? __ldcg(x + n1) : 0.0F;
@@ -75,6 +76,14 @@ struct Epilogue {
 
   __device__ void store(const StageArgs& a, float v0, float v1) const {
     if (n0 >= a.w.n) return;
+    if constexpr (S == Stage::kResidualSum) {
+      Round round(a.peers);
+      const int pair = (m * a.w.n + n0) / 2;
+      round.send_pair(pair, {v0, v1});
+      const float2 sum = round.add_pairs(pair, {v0, v1});
+      v0 = sum.x;
+      v1 = sum.y;
+    }
     const int64_t row = static_cast<int64_t>(S == Stage::kExpertGateUp ? choice : m) * a.w.n;
     if constexpr (is_gated(S)) {
       a.out[row + n0] = v0 / (1.0F + __expf(-v0)) * v1;
@@ -378,6 +387,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
     }
     if (tile < tiles.last) synchronize(division.bits);
   }
+  if constexpr (S == Stage::kResidualSum) Round::end(a.peers);
 }
 
 }  // namespace gptfast::cuda

@@ -12,6 +12,8 @@ cudaError_t run_stage(const Launch& launch, Stage stage, const StageArgs& args) 
       return launch_stage<W, Stage::kQkv>(launch, args);
     case Stage::kResidual:
       return launch_stage<W, Stage::kResidual>(launch, args);
+    case Stage::kResidualSum:
+      return launch_stage<W, Stage::kResidualSum>(launch, args);
     case Stage::kGateUp:
       return launch_stage<W, Stage::kGateUp>(launch, args);
     case Stage::kExpertGateUp:

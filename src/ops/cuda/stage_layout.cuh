@@ -1,13 +1,15 @@
 // Sizes, arguments and shared memory of a linear stage (stage.cuh).
 #pragma once
 
+#include "ops/cuda/all_reduce.h"
 #include "ops/cuda/cluster.cuh"
 #include "ops/cuda/device.cuh"
 #include "ops/cuda/formats.cuh"
 
 namespace gptfast::cuda {
 
-enum class Stage { kQkv, kResidual, kGateUp, kHead, kExpertGateUp, kExpertDown };
+/// kResidualSum: kResidual, summed over ranks.
+enum class Stage { kQkv, kResidual, kResidualSum, kGateUp, kHead, kExpertGateUp, kExpertDown };
 
 /// Stages whose weights are those of the experts that the router chose for the launch's one row.
 __host__ __device__ constexpr bool has_experts(Stage s) {
@@ -16,8 +18,11 @@ __host__ __device__ constexpr bool has_experts(Stage s) {
 __host__ __device__ constexpr bool is_gated(Stage s) {
   return s == Stage::kGateUp || s == Stage::kExpertGateUp;
 }
+__host__ __device__ constexpr bool has_residual(Stage s) {
+  return s == Stage::kResidual || s == Stage::kResidualSum;
+}
 __host__ __device__ constexpr bool has_norm(Stage s) {
-  return s != Stage::kResidual && s != Stage::kExpertDown;
+  return !has_residual(s) && s != Stage::kExpertDown;
 }
 
 // A sum over a row is that over the units of each residue, added up in order: the same for any
@@ -76,6 +81,7 @@ struct StageArgs {
   Cache cache;
   const float* freqs_cis;
   float* out;
+  Peers peers;    // kResidualSum
   int first_row;  // of the step, where rows go in several launches
   int units;      // of a tile
   int tiles;

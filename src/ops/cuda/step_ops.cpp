@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "gptfast/model.h"
+#include "ops/cuda/all_reduce.h"
 #include "ops/cuda/kernels.h"
 
 namespace gptfast::ops::cuda {
@@ -219,6 +220,13 @@ void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor
   const Device on(x);
   C10_CUDA_CHECK(
       gpu::residual_stage(on.launch(), input(y, rows), weight(wo), x.mutable_data_ptr<float>()));
+}
+
+void add_product(int64_t rows, const Tensor& in, const LinearImpl& w, const gpu::Peers& peers,
+                 Tensor& x) {
+  const Device on(x);
+  C10_CUDA_CHECK(gpu::residual_stage(on.launch(), input(in, rows), weight(w),
+                                     x.mutable_data_ptr<float>(), peers));
 }
 
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,

@@ -6,7 +6,10 @@
 
 namespace gptfast {
 struct TransformerImpl;
+namespace cuda {
+struct Peers;
 }
+}  // namespace gptfast
 
 namespace gptfast::ops::cuda {
 
@@ -42,6 +45,9 @@ void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& no
 void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cache,
                       const Tensor& v_cache, Tensor& partials, Tensor& y);
 void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor& x);
+/// As TensorParallel::add_product, on GPUs that write into one another's memory.
+void add_product(int64_t rows, const Tensor& in, const LinearImpl& w,
+                 const gptfast::cuda::Peers& peers, Tensor& x);
 void rms_gate_up_silu(int64_t rows, const Tensor& x, const Tensor& norm_weight, double eps,
                       const LinearImpl& w1, const LinearImpl& w3, Tensor& h);
 void down_proj_residual(int64_t rows, const Tensor& h, const LinearImpl& w2, Tensor& x);
