@@ -83,7 +83,13 @@ def original_logits(args, torch, model_module, generate_module, tokens, prompt_l
 
 def main():
     args = parse_args()
-    import torch
+    for path in (args.original / "generate.py", args.checkpoint_path, args.generate):
+        if not path.is_file():
+            sys.exit(f"compare_with_python.py: {path} is missing")
+    try:
+        import torch
+    except ImportError:
+        sys.exit("compare_with_python.py: needs the package 'torch': pip install torch")
 
     sys.path.insert(0, str(args.original.resolve()))
     import generate as generate_module

@@ -9,10 +9,10 @@ case "${1:-}" in
   --quantize)
     case "${2:-}" in
       int8 | int4) QUANTIZE=$2 ;;
-      *) fail "--quantize takes int8 or int4, got '${2:-}'" ;;
+      *) usage "scripts/demo.sh [--quantize int8|int4] [\"prompt\"]" ;;
     esac
     shift 2 ;;
-  -*) fail "usage: scripts/demo.sh [--quantize int8|int4] [\"prompt\"]" ;;
+  -*) usage "scripts/demo.sh [--quantize int8|int4] [\"prompt\"]" ;;
 esac
 PROMPT=${1:-"Once upon a time, in a small village by the sea, there lived"}
 

@@ -9,6 +9,7 @@ TORCH_VERSION=2.11.0
 
 say() { printf '\033[1m== %s\033[0m\n' "$*" >&2; }
 fail() { printf '%s\n' "$*" >&2; exit 1; }
+usage() { printf 'usage: %s\n' "$*" >&2; exit 2; }
 
 BUILD_PACKAGES=(g++ cmake ninja-build pkg-config git ca-certificates python3 python3-venv libsentencepiece-dev
                 libcpp-httplib-dev libcxxopts-dev nlohmann-json3-dev libpcre2-dev)

@@ -11,7 +11,7 @@ case "${1:-}" in
   "") ;;
   --full) FULL=1 ;;
   -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-  *) fail "usage: scripts/test.sh [--full]" ;;
+  *) usage "scripts/test.sh [--full]" ;;
 esac
 
 install_packages "${BUILD_PACKAGES[@]}" "${TEST_PACKAGES[@]}"
