@@ -401,6 +401,19 @@ TEST(CpuStep, MatchesForwardAroundTheEndsOfSplits) {
   }
 }
 
+TEST(CpuStep, PromptsMatchTheReference) {
+  for (const auto& [format, groupsize] :
+       {std::pair{WeightFormat::kBFloat16, 0}, std::pair{WeightFormat::kInt8, 0},
+        std::pair{WeightFormat::kInt4, 32}}) {
+    Transformer model = small_model(format, groupsize);
+    const Tensor tokens = at::randint(0, 328, {1, 300}, at::kInt);
+    const Tensor logits = model->forward(tokens, at::arange(300));
+    model->set_reference(true);
+    EXPECT_LT(relative_difference(logits, model->forward(tokens, at::arange(300))), 0.03)
+        << to_string(format);
+  }
+}
+
 TEST(CpuThreads, NumberIsCheckedAndKept) {
   EXPECT_GE(default_num_threads(), 1);
   set_num_threads(3);
@@ -416,9 +429,13 @@ TEST(CpuPath, IsCappedByTheEnvironment) {
   const std::string path = ops::path(at::kCPU);
   const char* cap = std::getenv("GPTFAST_CPU");
   if (cap == nullptr) {
-    EXPECT_EQ(path, runnable().back()->name);
-  } else if (std::string(cap) == "portable" || runnable().size() > 1) {
+    EXPECT_EQ(path, cpu::prompt_kernels() != nullptr ? "avx512_bf16" : runnable().back()->name);
+    return;
+  }
+  for (const Kernels* kernels : runnable()) {
+    if (std::string(cap) != kernels->name) continue;
     EXPECT_EQ(path, cap);
+    EXPECT_EQ(cpu::prompt_kernels(), nullptr);
   }
 }
 

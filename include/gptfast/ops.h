@@ -57,9 +57,9 @@ struct StepBuffers {
 
 namespace ops {
 
-/// The kernels that run for `device`: "cuda", "avx512", "avx2", "portable" or "reference".
-/// GPTFAST_CPU=portable|avx2|avx512|reference in the environment caps the CPU path (for tests and
-/// bug reports).
+/// The kernels that run for `device`: "cuda", "avx512_bf16", "avx512", "avx2", "portable" or
+/// "reference". GPTFAST_CPU=one of the last five in the environment caps the CPU path (for tests
+/// and bug reports).
 const char* path(at::Device device, at::ScalarType dtype = at::kBFloat16);
 
 /// Allocates the buffers of a model on `device` for caches of `max_seq_length` positions.

@@ -48,7 +48,7 @@ const char* path(at::Device device, [[maybe_unused]] at::ScalarType dtype) {
 #ifdef GPTFAST_CUDA
   if (device.is_cuda() && dtype != at::kFloat) return "cuda";
 #endif
-  return device.is_cpu() && !cpu_reference() ? cpu::path() : "reference";
+  return device.is_cpu() && !cpu_reference() ? gptfast::cpu::path() : "reference";
 }
 
 StepBuffers make_step_buffers(const ModelArgs& config, int64_t max_seq_length, at::Device device) {

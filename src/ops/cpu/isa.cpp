@@ -1,6 +1,8 @@
 // Chooses the kernels that this CPU can run.
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <string_view>
 
@@ -9,7 +11,8 @@
 namespace gptfast::cpu {
 namespace {
 
-enum class Isa { kPortable, kAvx2, kAvx512 };
+enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+constexpr std::array kNames = {"portable", "avx2", "avx512", "avx512_bf16"};
 
 Isa best_isa() {
 #if defined(__x86_64__)
@@ -19,7 +22,7 @@ Isa best_isa() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
-  if (avx2 && avx512) return Isa::kAvx512;
+  if (avx2 && avx512) return __builtin_cpu_supports("avx512bf16") ? Isa::kAvx512Bf16 : Isa::kAvx512;
   if (avx2) return Isa::kAvx2;
 #endif
   return Isa::kPortable;
@@ -29,39 +32,36 @@ Isa best_isa() {
 /// then.
 Isa cap_from_environment() {
   const char* value = std::getenv("GPTFAST_CPU");
-  if (value == nullptr || *value == '\0') return Isa::kAvx512;
+  if (value == nullptr || *value == '\0') return Isa::kAvx512Bf16;
   const std::string_view cap = value;
-  if (cap == "avx512") return Isa::kAvx512;
-  if (cap == "avx2") return Isa::kAvx2;
-  TORCH_CHECK(cap == "portable" || cap == "reference", "GPTFAST_CPU is '", cap,
-              "', expected portable, avx2, avx512 or reference");
+  const auto* const name = std::find(kNames.begin(), kNames.end(), cap);
+  if (name != kNames.end()) return static_cast<Isa>(name - kNames.begin());
+  TORCH_CHECK(cap == "reference", "GPTFAST_CPU is '", cap,
+              "', expected portable, avx2, avx512, avx512_bf16 or reference");
   return Isa::kPortable;
 }
 
-const Kernels& choose() {
-  const Isa best = best_isa();
-  const Isa cap = cap_from_environment();
-  const Isa isa = best < cap ? best : cap;
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return kAvx512Kernels;
-  if (isa == Isa::kAvx2) return kAvx2Kernels;
-#endif
-  return kPortableKernels;
+Isa chosen_isa() {
+  static const Isa chosen = std::min(best_isa(), cap_from_environment());
+  return chosen;
 }
 
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose();
-  return chosen;
+#if defined(__x86_64__)
+  if (chosen_isa() >= Isa::kAvx512) return kAvx512Kernels;
+  if (chosen_isa() == Isa::kAvx2) return kAvx2Kernels;
+#endif
+  return kPortableKernels;
 }
 
 const PromptKernels* prompt_kernels() {
-#if defined(__x86_64__)
-  static const bool has_bfloat16 = __builtin_cpu_supports("avx512bf16") != 0;
-  if (has_bfloat16) return kernels().prompt;
-#endif
-  return nullptr;
+  return chosen_isa() == Isa::kAvx512Bf16 ? kernels().prompt : nullptr;
+}
+
+const char* path() {
+  return kNames[static_cast<size_t>(chosen_isa())];
 }
 
 }  // namespace gptfast::cpu

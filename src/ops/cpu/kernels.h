@@ -178,4 +178,8 @@ const Kernels& kernels();
 /// Null unless this CPU, capped like kernels(), has the bfloat16 instructions.
 const PromptKernels* prompt_kernels();
 
+/// What was chosen: "avx512_bf16" (the kernels of AVX-512 and those of prompts), "avx512", "avx2"
+/// or "portable".
+const char* path();
+
 }  // namespace gptfast::cpu

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "ops/cpu/attend.h"
+#include "ops/cpu/attend_bfloat16.h"
 #include "ops/cpu/gemv_float.h"
 #include "ops/cpu/gemv_int4.h"
 #include "ops/cpu/gemv_int8.h"
 #include "ops/cpu/matmul.h"
-#include "ops/cpu/prompt_bfloat16.h"
 
 namespace gptfast::cpu::GPTFAST_ISA {
 

@@ -89,9 +89,10 @@ struct Input {
   const float* x;
   int64_t rows;
   int64_t k;
-  const Tensor* norm_weight = nullptr;
-  double eps = 0;
-  const int64_t* places = nullptr;  // [rows], null: the first rows of x
+  const void* norm_weight;  // [k], null: no norm
+  Dtype norm_dtype;
+  float eps;
+  const int64_t* places;  // [rows], null: the first rows of x
 
   const float* row(int64_t m) const { return x + place(places, m) * k; }
 };
@@ -106,8 +107,9 @@ Input input_of(const Tensor& x, int64_t rows, const Weight& weight,
   return {.x = x.const_data_ptr<float>(),
           .rows = rows,
           .k = weight.k,
-          .norm_weight = norm_weight,
-          .eps = eps,
+          .norm_weight = norm_weight != nullptr ? norm_weight->const_data_ptr() : nullptr,
+          .norm_dtype = norm_weight != nullptr ? dtype_of(*norm_weight) : Dtype::kFloat32,
+          .eps = static_cast<float>(eps),
           .places = places};
 }
 
@@ -124,61 +126,64 @@ class Products {
   int64_t stride_, rows_;
 };
 
-/// Every stage with weights: products of `input` with pieces of the weights (all of one shape),
-/// each piece handed to `epilogue(range, products)` on the thread that made it.
+/// Writes what gemv with `weight` reads of the input to `out`.
+void prepare_rows(const Input& input, const Weight& weight, std::byte* out) {
+  const Kernels& kernel = kernels();
+  const size_t stride = kernel.activation_bytes(weight.format, input.k, weight.groupsize);
+  for (int64_t m = 0; m < input.rows; ++m, out += stride) {
+    kernel.prepare(weight.format,
+                   {.x = input.row(m),
+                    .norm_weight = input.norm_weight,
+                    .norm_dtype = input.norm_dtype,
+                    .eps = input.eps,
+                    .k = input.k,
+                    .groupsize = weight.groupsize,
+                    .perm = weight.perm},
+                   out);
+  }
+}
+
+bool read_the_same_rows(const Weight& a, const Weight& b) {
+  return a.format == b.format && a.groupsize == b.groupsize && a.perm == b.perm;
+}
+
+/// Every stage with weights: products of `input` with pieces of the weights (one, or two of one
+/// shape), each piece handed to `epilogue(range, products)` on the thread that made it.
 template <class Epilogue>
 void project(const Input& input, std::span<const Weight> weights, const Epilogue& epilogue) {
   const Kernels& kernel = kernels();
   ThreadPool& pool = ThreadPool::get();
+  const int64_t n = weights[0].n;
   const int64_t piece = piece_rows(weights[0], pool.size());
-  const auto count = static_cast<int64_t>(weights.size());
-  const Dtype norm_dtype =
-      input.norm_weight != nullptr ? dtype_of(*input.norm_weight) : Dtype::kFloat32;
-  const void* norm_weight =
-      input.norm_weight != nullptr ? input.norm_weight->const_data_ptr() : nullptr;
-
-  const auto body = [&](int thread) noexcept {
+  const size_t product_bytes = weights.size() * input.rows * piece * sizeof(float);
+  // Behind the products lie the prepared rows of each weight, or those that both read.
+  std::array<size_t, 2> start{};
+  size_t bytes = product_bytes;
+  for (size_t w = 0; w < weights.size(); ++w) {
+    if (w > 0 && read_the_same_rows(weights[w], weights[0])) {
+      start[w] = start[0];
+      continue;
+    }
+    start[w] = bytes;
+    bytes += input.rows * kernel.activation_bytes(weights[w].format, input.k, weights[w].groupsize);
+  }
+  pool.run([&](int thread) noexcept {
     Range range{};
-    if (!pool.next(thread, weights[0].n, piece, range)) return;
+    if (!pool.next(thread, n, piece, range)) return;
     for (const Weight& weight : weights) prefetch_start(weight, range.begin);
-    std::array<size_t, 2> offset{};  // of each weight's activations
-    size_t bytes = 0;
-    for (int64_t w = 0; w < count; ++w) {
-      const bool shared = w > 0 && weights[w].format == weights[0].format &&
-                          weights[w].groupsize == weights[0].groupsize &&
-                          weights[w].perm == weights[0].perm;
-      offset[w] = shared ? 0 : bytes;
-      if (!shared)
-        bytes +=
-            input.rows * kernel.activation_bytes(weights[w].format, input.k, weights[w].groupsize);
+    std::byte* memory = pool.scratch(thread, bytes);
+    for (size_t w = 0; w < weights.size(); ++w) {
+      if (w == 0 || start[w] != start[0]) prepare_rows(input, weights[w], memory + start[w]);
     }
-    std::byte* memory = pool.scratch(thread, bytes + count * input.rows * piece * sizeof(float));
-    for (int64_t w = 0; w < count; ++w) {
-      if (w > 0 && offset[w] == 0) continue;
-      const size_t stride =
-          kernel.activation_bytes(weights[w].format, input.k, weights[w].groupsize);
-      for (int64_t m = 0; m < input.rows; ++m) {
-        kernel.prepare(weights[w].format,
-                       {.x = input.row(m),
-                        .norm_weight = norm_weight,
-                        .norm_dtype = norm_dtype,
-                        .eps = static_cast<float>(input.eps),
-                        .k = input.k,
-                        .groupsize = weights[w].groupsize,
-                        .perm = weights[w].perm},
-                       memory + offset[w] + m * stride);
-      }
-    }
-    const Products products(reinterpret_cast<float*>(memory + bytes), piece, input.rows);
+    const Products products(reinterpret_cast<float*>(memory), piece, input.rows);
     do {
-      for (int64_t w = 0; w < count; ++w) {
-        kernel.gemv(weights[w], range.begin, range.end, memory + offset[w],
-                    static_cast<int>(input.rows), products(w, 0), piece);
+      for (size_t w = 0; w < weights.size(); ++w) {
+        kernel.gemv(weights[w], range.begin, range.end, memory + start[w],
+                    static_cast<int>(input.rows), products(static_cast<int64_t>(w), 0), piece);
       }
       epilogue(range, products);
-    } while (pool.next(thread, weights[0].n, piece, range));
-  };
-  pool.run(body);
+    } while (pool.next(thread, n, piece, range));
+  });
 }
 
 /// Where each row of a step stands.
@@ -240,10 +245,6 @@ void rotate(float* x, int64_t n, int64_t first, const float* cis) {
 }
 
 }  // namespace
-
-const char* path() {
-  return kernels().name;
-}
 
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
   const int64_t dim = table.size(1);

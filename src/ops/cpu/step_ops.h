@@ -7,9 +7,6 @@
 
 namespace gptfast::ops::cpu {
 
-/// "avx512", "avx2" or "portable".
-const char* path();
-
 Tensor pack_int4(const Int4Weight& weight);
 /// What the kernels read of a layer.
 gptfast::cpu::Weight weight_of(const LinearImpl& linear);
