@@ -112,6 +112,26 @@ __device__ inline uint32_t load_shared4(uint32_t address) {
   return v;
 }
 
+/// Stores if `valid`. A branch would keep what computes `v` from overlapping with what follows.
+__device__ inline void store_shared4(uint32_t address, uint32_t v, bool valid) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u32 [%0], %1; }" ::"r"(address),
+               "r"(v), "r"(static_cast<uint32_t>(valid))
+               : "memory");
+}
+
+__device__ inline void store_shared8(uint32_t address, uint2 v, bool valid) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.shared.v2.u32 [%0], {%1,%2}; }" ::"r"(
+                   address),
+               "r"(v.x), "r"(v.y), "r"(static_cast<uint32_t>(valid))
+               : "memory");
+}
+
+__device__ inline void store_shared2(uint32_t address, uint16_t v, bool valid) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u16 [%0], %1; }" ::"r"(address),
+               "h"(v), "r"(static_cast<uint32_t>(valid))
+               : "memory");
+}
+
 /// atomicInc() that orders what the block wrote before a barrier ahead of it, and what the blocks
 /// that came before wrote ahead of what follows.
 __device__ inline unsigned count_arrival(unsigned* counter, unsigned last) {
@@ -246,6 +266,20 @@ __device__ inline void store_scalar(void* p, int64_t i, Scalar type, float value
   } else {
     static_cast<float*>(p)[i] = value;
   }
+}
+
+/// The larger, or NaN if one is.
+__device__ inline float max_or_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+/// 1 / v within a unit in the last place, v and the result being normal.
+__device__ inline float reciprocal(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
 }
 
 __device__ inline float warp_sum(float v) {

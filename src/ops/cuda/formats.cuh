@@ -8,8 +8,8 @@
 // not depend on the others.
 //
 // int8 and int4 multiply integers. An input row is cut into chunks of 128 columns; in each, x = (hi
-// + lo / 254) * scale with hi, lo in [-127, 127] and scale = max|x| / 127: 15 bits. hi and lo are
-// two columns of the product.
+// + lo / 256) * scale with int8 hi and lo and scale = max|x| / 127: 15 bits. hi and lo are two
+// columns of the product.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,26 +24,63 @@ namespace gptfast::cuda {
 constexpr int kTileRows = 16;
 constexpr int kChunk = 128;       // columns that share a scale of x; what a warp converts at a time
 constexpr int kUnitXBytes = 128;  // bytes of an input row that a unit covers
-constexpr float kLoUnit = 1.0F / 254.0F;
+constexpr float kInputTop = 127.0F;  // what hi makes of max|x|
+constexpr float kLoUnit = 1.0F / 256.0F;
 
 /// An int32 accumulator that starts here reads, as a float, kMagic + sum while |sum| < 2^22: no
 /// conversion instruction.
 constexpr int kMagicBits = 0x4b400000;
 constexpr float kMagic = 12582912.0F;
 
-/// Accumulators that hold a result: with one row only columns 0 (hi) and 4 (lo), that is d[0] and
-/// d[2].
-template <int Rows>
-__device__ constexpr bool used(int i) {
-  return Rows > 1 || (i & 1) == 0;
-}
+/// The columns of a tile's products. An input row of W has W::kParts parts: hi and, of integers,
+/// lo. hi of row m is column m. lo of the first rows follows there; that of the others is a second
+/// product, for up to 6 rows in its even columns, so that half of its results need no arithmetic.
+template <class W, int Rows>
+struct Columns {
+  static constexpr int kProducts = W::kParts == 2 && Rows > 4 ? 2 : 1;
+  static constexpr int kHi = W::kParts == 1 || Rows > 6 ? 8 : (Rows > 4 ? 6 : 4);  // of the first
+  static constexpr bool kHalf = kProducts == 2 && kHi < 8;  // of the second product is used
+
+  __device__ static int part(int product, int column) {
+    return product == 1 || column >= kHi ? 1 : 0;
+  }
+  __device__ static int row(int product, int column) {
+    if (product == 0) return column < kHi ? column : column - kHi;
+    return kHalf ? 8 - kHi + column / 2 : column;
+  }
+
+  /// Accumulators that hold a result: with one row columns 0 (hi) and 4 (lo), d[0] and d[2].
+  __device__ static constexpr bool used(int product, int i) {
+    return (i & 1) == 0 || (Rows > 1 && !(kHalf && product == 1));
+  }
+
+  /// lo where this lane has hi in first[i].
+  __device__ static float lo(const float (&first)[4], const float (&last)[4], int i, int lane) {
+    if constexpr (kProducts == 1) return __shfl_down_sync(0xffffffffU, first[i], 2);
+    if constexpr (!kHalf) return last[i];
+    // Rows 0 and 1 in columns 6 and 7, row m >= 2 in column 2 m - 4 of the second product.
+    const int t = lane & 3;
+    const float near = __shfl_sync(0xffffffffU, first[i], lane | 3);
+    const float far = __shfl_sync(0xffffffffU, last[i & 2], (lane - t) + 2 * t - 2 + (i & 1));
+    return t == 0 ? near : far;
+  }
+};
 
 /// What a lane reads of the input: the row behind its column of a product. Rows lie at a pitch of
 /// 64 mod 128 bytes, so that the 16-byte reads of a warp use every bank once.
 struct InputColumn {
   uint32_t values;  // shared address
   uint32_t sums;    // int4: sums over groups, 8 bfloat16 a unit
+  uint32_t scales;  // of the columns of this lane's results, 8 float a unit
 };
+
+/// The scales of a lane's results in a unit.
+template <class C>
+__device__ inline float2 load_scales(const InputColumn (&x)[C::kProducts], int product, int unit) {
+  const uint32_t address = x[product].scales + unit * 32;
+  if (C::kHalf && product == 1) return {__uint_as_float(load_shared4(address)), 0.0F};
+  return load_shared_float2(address);
+}
 
 /// Row-major formats: a unit is 16 rows of 128 bytes. Odd rows have their halves exchanged, so that
 /// the reads of two rows by 8 lanes use every bank once.
@@ -84,9 +121,9 @@ struct Float16Weights {
   }
 
   /// x += w * unit, all 8 columns.
-  template <int Rows, int Blocks>
-  __device__ static void multiply(Accumulator (&acc)[Blocks], uint32_t slot, int /*lane*/, int unit,
-                                  uint32_t /*scales*/, const InputColumn (&x)[Blocks]) {
+  template <int Rows>
+  __device__ static void multiply(Accumulator (&acc)[1], uint32_t slot, int /*lane*/, int unit,
+                                  const InputColumn (&x)[1]) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 a = load_shared16(slot ^ (j * 64));
@@ -117,16 +154,17 @@ struct Int8Weights {
   /// Where columns 4i .. 4i + 3 of a chunk lie, in words.
   __device__ static int word_position(int i) { return i; }
 
-  template <int Rows, int Blocks>
-  __device__ static void multiply(Accumulator (&acc)[Blocks], uint32_t slot, int lane, int unit,
-                                  uint32_t scales, const InputColumn (&x)[Blocks]) {
-    int sum[Blocks][4];
+  template <int Rows, int Products>
+  __device__ static void multiply(Accumulator (&acc)[Products], uint32_t slot, int /*lane*/,
+                                  int unit, const InputColumn (&x)[Products]) {
+    using C = Columns<Int8Weights, Rows>;
+    int sum[Products][4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint4 a = load_shared16(slot ^ (j * 64));
       const uint4 b = load_shared16((slot ^ (j * 64)) + 1024);
 #pragma unroll
-      for (int n = 0; n < Blocks; ++n) {
+      for (int n = 0; n < Products; ++n) {
         const uint4 v = load_shared16(x[n].values + unit * kUnitXBytes + j * 64);
         if (j == 0) {
           mma_k32_int8_from(sum[n], kMagicBits, a.x, b.x, a.y, b.y, v.x, v.y);
@@ -136,12 +174,12 @@ struct Int8Weights {
         mma_k32_int8(sum[n], a.z, b.z, a.w, b.w, v.z, v.w);
       }
     }
-    const float2 scale = load_shared_float2(scales + unit * 32);
 #pragma unroll
-    for (int n = 0; n < Blocks; ++n) {
+    for (int n = 0; n < Products; ++n) {
+      const float2 scale = load_scales<C>(x, n, unit);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!used<Rows>(i)) continue;
+        if (!C::used(n, i)) continue;
         acc[n].d[i] = __fmaf_rn(__fadd_rn(__int_as_float(sum[n][i]), -kMagic),
                                 (i & 1) != 0 ? scale.y : scale.x, acc[n].d[i]);
       }
@@ -182,25 +220,26 @@ struct Int4Weights {
     return (i & 16) + ((in64 & 7) >> 1) * 4 + (in64 >> 3) * 2 + (in64 & 1);
   }
 
-  template <int Rows, int Blocks>
-  __device__ static void multiply(Accumulator (&acc)[Blocks], uint32_t slot, int lane, int unit,
-                                  uint32_t scales, const InputColumn (&x)[Blocks]) {
+  template <int Rows, int Products>
+  __device__ static void multiply(Accumulator (&acc)[Products], uint32_t slot, int lane, int unit,
+                                  const InputColumn (&x)[Products]) {
+    using C = Columns<Int4Weights, Rows>;
     const uint4 q0 = load_shared16(slot);
     const uint4 q1 = load_shared16(slot + kHalfBytes);
     const uint32_t groups = slot - lane * 16 + 512 + (lane >> 2) * kGroups * 4;
     const Groups groups0 = load_groups(groups, lane);
     const Groups groups1 = load_groups(groups + kHalfBytes, lane);
 #pragma unroll
-    for (int n = 0; n < Blocks; ++n) {
+    for (int n = 0; n < Products; ++n) {
       mma_k8(acc[n].zero, groups0.zeros, groups1.zeros, load_shared4(x[n].sums + unit * 16));
     }
-    float part[Blocks][4] = {};
-    int sum[Blocks][4];
+    float part[Products][4] = {};
+    int sum[Products][4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      uint4 v[Blocks];
+      uint4 v[Products];
 #pragma unroll
-      for (int n = 0; n < Blocks; ++n)
+      for (int n = 0; n < Products; ++n)
         v[n] = load_shared16(x[n].values + unit * kUnitXBytes + j * 64);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -212,7 +251,7 @@ struct Int4Weights {
         const uint32_t a2 = ((j == 0 ? q0.y : q0.w) << shift) & kTop;
         const uint32_t a3 = ((j == 0 ? q1.y : q1.w) << shift) & kTop;
 #pragma unroll
-        for (int n = 0; n < Blocks; ++n) {
+        for (int n = 0; n < Products; ++n) {
           const uint32_t b0 = half == 0 ? v[n].x : v[n].z;
           const uint32_t b1 = half == 0 ? v[n].y : v[n].w;
           if (column % G == 0) {
@@ -223,7 +262,7 @@ struct Int4Weights {
           if ((column + 32) % G == 0) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              if (!used<Rows>(i)) continue;
+              if (!C::used(n, i)) continue;
               part[n][i] =
                   __fmaf_rn(__fadd_rn(__int_as_float(sum[n][i]), -kMagic),
                             i < 2 ? scale_of(groups0, column / G) : scale_of(groups1, column / G),
@@ -233,12 +272,12 @@ struct Int4Weights {
         }
       }
     }
-    const float2 scale = load_shared_float2(scales + unit * 32);
 #pragma unroll
-    for (int n = 0; n < Blocks; ++n) {
+    for (int n = 0; n < Products; ++n) {
+      const float2 scale = load_scales<C>(x, n, unit);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (!used<Rows>(i)) continue;
+        if (!C::used(n, i)) continue;
         acc[n].d[i] = __fmaf_rn(part[n][i], (i & 1) != 0 ? scale.y : scale.x, acc[n].d[i]);
       }
     }

@@ -120,9 +120,10 @@ struct Epilogue {
 };
 
 /// A warp's sums of a tile, hi and lo parts joined: partial[column][tile row].
-template <class W, int Blocks>
-__device__ inline void store_partial(typename W::Accumulator (&acc)[Blocks], float* partial,
+template <class W, int Rows, int Products>
+__device__ inline void store_partial(typename W::Accumulator (&acc)[Products], float* partial,
                                      int rows, int lane) {
+  using C = Columns<W, Rows>;
   const int g = lane >> 2;
   const int t = lane & 3;
   float v[4];
@@ -130,21 +131,10 @@ __device__ inline void store_partial(typename W::Accumulator (&acc)[Blocks], flo
   for (int i = 0; i < 4; ++i) {
     v[i] = acc[0].d[i];
     if constexpr (W::kInteger) {
-      float lo;
-      if constexpr (Blocks == 1) {
-        lo = __shfl_down_sync(0xffffffffU, v[i], 2);
-      } else {
-        lo = acc[1].d[i];
-      }
-      v[i] = __fmaf_rn(lo, kLoUnit, v[i]);
+      v[i] = __fmaf_rn(C::lo(acc[0].d, acc[Products - 1].d, i, lane), kLoUnit, v[i]);
     }
     if constexpr (W::kGroup > 0) {
-      float lo;
-      if constexpr (Blocks == 1) {
-        lo = __shfl_down_sync(0xffffffffU, acc[0].zero[i], 2);
-      } else {
-        lo = acc[1].zero[i];
-      }
+      const float lo = C::lo(acc[0].zero, acc[Products - 1].zero, i, lane);
       v[i] = __fadd_rn(v[i], __fadd_rn(acc[0].zero[i], lo));
     }
   }
@@ -249,16 +239,17 @@ __device__ inline Chosen* choose_experts(const StageArgs& a, uint8_t* shared, co
 
 /// The input rows behind this lane's column of each product. Columns without a row repeat one;
 /// their results are dropped.
-template <class W, int Blocks>
-__device__ inline void find_columns(InputColumn (&x)[Blocks], uint32_t shared,
+template <class W, int Rows, int Products>
+__device__ inline void find_columns(InputColumn (&x)[Products], uint32_t shared,
                                     const SharedLayout& s, int rows, int lane) {
+  using C = Columns<W, Rows>;
 #pragma unroll
-  for (int b = 0; b < Blocks; ++b) {
-    const int column = lane >> 2;
-    const int part = W::kParts == 1 ? 0 : (Blocks == 1 ? column >> 2 : b);
-    const int m = min(W::kParts == 2 && Blocks == 1 ? column & 3 : column, rows - 1);
-    x[b].values = shared + s.values + (part * rows + m) * s.pitch + (lane & 3) * 16;
-    x[b].sums = shared + s.sums + (part * rows + m) * s.sums_pitch + (lane & 3) * 4;
+  for (int p = 0; p < Products; ++p) {
+    const int row = C::part(p, lane >> 2) * rows + min(C::row(p, lane >> 2), rows - 1);
+    x[p].values = shared + s.values + row * s.pitch + (lane & 3) * 16;
+    x[p].sums = shared + s.sums + row * s.sums_pitch + (lane & 3) * 4;
+    const int column = C::row(p, 2 * (lane & 3));
+    x[p].scales = shared + s.scales + (p == 0 ? 2 * (lane & 3) : column) * 4;
   }
 }
 
@@ -272,14 +263,13 @@ __device__ inline void synchronize(int bits) {
   }
 }
 
-/// Blocks: products per tile of weights; 2 when hi and lo of more than 4 rows do not fit 8 columns.
 template <class W, Stage S, class B>
 __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
     stage_kernel(const __grid_constant__ StageArgs a) {
   extern __shared__ __align__(128) uint8_t shared[];
   constexpr bool kNorm = has_norm(S);
   constexpr int Rows = B::kRows;
-  constexpr int Blocks = W::kParts == 2 && Rows > 4 ? 2 : 1;
+  constexpr int kProducts = Columns<W, Rows>::kProducts;
   constexpr int kDepth = B::template kDepth<W>;
   constexpr bool kRoutes = S == Stage::kExpertGateUp;
   // With one row two blocks of successive stages are to be resident from start to end. With several
@@ -288,7 +278,9 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
   if constexpr (!kRoutes && !B::kShares) launch_dependents();
   const Division<B> division(a);
   if (S == Stage::kExpertDown || division.bits > 0) arrive_at_cluster();
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  // From one lane: what depends on it does not diverge, and instructions of a whole warp need no
+  // check for that.
+  const int warp = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / kWarp, /*srcLane=*/0);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int rows = Rows == 1 ? 1 : a.in.rows;
   const SharedLayout s = shared_layout<W, B>(rows, a.padded_k, a.batch, a.norm_bytes);
@@ -299,13 +291,13 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
   asm volatile("" : "+r"(end));  // kept in a register: five instructions of every unit otherwise
   const int shift = W::write_offset(lane) - W::read_offset(lane);
 
-  clear_sums<W, B>(shared, s, rows);
   if constexpr (kNorm) request_norm<W>(a, division, shared, s, warp, lane);
   Chosen* const chosen = choose_experts<S>(a, shared, s, warp, lane);
   const TileRange tiles(a, S == Stage::kExpertDown ? sharers<S>(a) : division.blocks());
   Stream<W, S, B> stream(a, division, tiles, warp, lane, chosen);
 #pragma unroll 1
   for (uint32_t slot = first; slot != end; slot += W::kSlotBytes) stream.request(slot + shift);
+  clear_sums<W, B>(shared, s, rows);
   if constexpr (kRoutes) {
     if (threadIdx.x == 0) publish(a, *chosen);
   } else {
@@ -325,9 +317,8 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
   __syncthreads();
   if constexpr (S == Stage::kExpertDown) wait_for_cluster();  // all of it has started
 
-  InputColumn x[Blocks];
-  find_columns<W>(x, shared_address(shared), s, rows, lane);
-  const uint32_t scales = shared_address(shared) + s.scales + (lane & 3) * 8;
+  InputColumn x[kProducts];
+  find_columns<W, Rows>(x, shared_address(shared), s, rows, lane);
   float* partials = reinterpret_cast<float*>(shared + s.partial);
   // The blocks take turns in finishing tiles.
   constexpr int kAtATime = B::kTilesAtATime;
@@ -355,20 +346,20 @@ __global__ void __launch_bounds__(B::kThreads, B::kRegisterBlocks)
       int own_tile = tile + turn * tiles.step;
       if (own_tile >= tiles.last) continue;
       split_tile<S>(a, own_tile);
-      typename W::Accumulator acc[Blocks];
+      typename W::Accumulator acc[kProducts];
       const int residue = division.residue(warp, own_tile, a.units);
       int local = division.local(residue);
       for (int unit = residue; unit < a.units; unit += kResidues, local += division.residues()) {
         wait_copies<kDepth - 1>();
         __syncwarp();  // lanes read what others copied
-        W::template multiply<Rows>(acc, slot, lane, local, scales, x);
+        W::template multiply<Rows>(acc, slot, lane, local, x);
         stream.request(slot + shift);
         slot += W::kSlotBytes;
         if (slot == end) slot = first;
       }
       const int place = !B::kShares ? warp : division.place(residue, own_tile, a.units);
-      store_partial<W, Blocks>(acc, sums_of_turn + (i * rows * kResidues + place) * kTileRows, rows,
-                               lane);
+      store_partial<W, Rows>(acc, sums_of_turn + (i * rows * kResidues + place) * kTileRows, rows,
+                             lane);
     }
     synchronize(division.bits);
     if constexpr (S == Stage::kExpertDown) {

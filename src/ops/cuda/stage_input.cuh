@@ -7,60 +7,100 @@
 
 namespace gptfast::cuda {
 
-__device__ inline uint32_t low_bytes(const uint32_t (&v)[4]) {
-  return __byte_perm(__byte_perm(v[0], v[1], 0x0040), __byte_perm(v[2], v[3], 0x0040), 0x5410);
+constexpr int kBatch = 4;            // chunks that a warp converts at a time, so that they overlap
+constexpr float kLeastTop = 1e-30F;  // its reciprocal is finite
+
+/// The largest |x| of a chunk, v being four columns a lane. As an integer NaN is above infinity, so
+/// it is kept.
+__device__ inline float greatest_of(float4 v) {
+  const float most =
+      max_or_nan(max_or_nan(fabsf(v.x), fabsf(v.y)), max_or_nan(fabsf(v.z), fabsf(v.w)));
+  return __uint_as_float(
+      max(__reduce_max_sync(0xffffffffU, __float_as_uint(most)), __float_as_uint(kLeastTop)));
 }
 
-/// Converts four columns of an input row and stores them if `in`. c: chunk, m: row.
-template <class W>
-__device__ inline void store_input(uint8_t* shared, const SharedLayout& s, int rows, int m, int c,
-                                   int lane, bool in_row, float4 v) {
+/// Four columns as integers: the bytes hi and lo of round(256 x / scale).
+struct HiLo {
+  uint32_t hi, lo;
+  __device__ HiLo(float4 v, float inverse) {
+    // Adding kMagic rounds; the low half is the integer, and 128 more round its high byte.
+    const auto half = [&](float x) {
+      return __float_as_uint(__fmaf_rn(x, inverse, kMagic + 128.0F));
+    };
+    const uint32_t xy = __byte_perm(half(v.x), half(v.y), 0x5140);
+    const uint32_t zw = __byte_perm(half(v.z), half(v.w), 0x5140);
+    hi = __byte_perm(xy, zw, 0x7632);
+    lo = __byte_perm(xy, zw, 0x5410) ^ 0x80808080U;
+  }
+};
+
+/// v[lane % kBatch].
+__device__ inline float own_of(const float (&v)[kBatch], int lane) {
+  const float low = (lane & 1) != 0 ? v[1] : v[0];
+  const float high = (lane & 1) != 0 ? v[3] : v[2];
+  return (lane & 2) != 0 ? high : low;
+}
+
+/// The sum of v[lane % kBatch] over groups of Lanes lanes.
+template <int Lanes>
+__device__ inline float sum_own(const float (&v)[kBatch], int lane) {
+  const bool odd = (lane & 1) != 0;
+  const bool upper = (lane & 2) != 0;
+  const float low = (odd ? v[1] : v[0]) + __shfl_xor_sync(0xffffffffU, odd ? v[0] : v[1], 1);
+  const float high = (odd ? v[3] : v[2]) + __shfl_xor_sync(0xffffffffU, odd ? v[2] : v[3], 1);
+  float sum = (upper ? high : low) + __shfl_xor_sync(0xffffffffU, upper ? low : high, 2);
+#pragma unroll
+  for (int offset = 4; offset < Lanes; offset *= 2) {
+    sum += __shfl_xor_sync(0xffffffffU, sum, offset);
+  }
+  return sum;
+}
+
+/// Converts chunks `first`, first + step, ... of row m of this block, four columns a lane, and
+/// stores the first `count` of them. Without a branch, so that chunks overlap.
+template <class W, int Rows>
+__device__ inline void store_input(uint32_t shared, const SharedLayout& s, int rows, int m,
+                                   int first, int step, int count, int lane,
+                                   const float4 (&v)[kBatch]) {
+  const uint32_t values = shared + s.values + m * s.pitch;
   if constexpr (!W::kInteger) {
-    const uint2 packed = {W::convert2(v.x, v.y), W::convert2(v.z, v.w)};
-    if (in_row) {
-      *reinterpret_cast<uint2*>(shared + s.values + m * s.pitch + (c * kChunk + lane * 4) * 2) =
-          packed;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      store_shared8(values + ((first + i * step) * kChunk + lane * 4) * 2,
+                    {W::convert2(v[i].x, v[i].y), W::convert2(v[i].z, v[i].w)}, i < count);
     }
   } else {
-    const float in[4] = {v.x, v.y, v.z, v.w};
-    uint32_t bits = 0;  // of the largest |x|; as integers NaN is above infinity, so it is kept
+    float top[kBatch];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bits = max(bits, __float_as_uint(in[i]) & 0x7fffffffU);
-    const float top = __uint_as_float(__reduce_max_sync(0xffffffffU, bits));
-    const float inverse = top > 1e-30F ? __fdividef(127.0F, top) : 0.0F;
-    uint32_t hi_bits[4];
-    uint32_t lo_bits[4];
+    for (int i = 0; i < kBatch; ++i) top[i] = greatest_of(v[i]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // adding kMagic rounds; the low byte is the integer
-      const float hi = __fmaf_rn(in[i], inverse, kMagic);
-      const float rest = __fmaf_rn(in[i], inverse, kMagic - hi);
-      hi_bits[i] = __float_as_uint(hi);
-      lo_bits[i] = __float_as_uint(__fmaf_rn(rest, 254.0F, kMagic));
+    for (int i = 0; i < kBatch; ++i) {
+      const HiLo x(v[i], kInputTop * 256.0F * reciprocal(top[i]));
+      const uint32_t to = values + (first + i * step) * kChunk + W::word_position(lane) * 4;
+      store_shared4(to, x.hi, i < count);
+      store_shared4(to + rows * s.pitch, x.lo, i < count);
     }
-    const uint32_t hi = low_bytes(hi_bits);
-    const uint32_t lo = low_bytes(lo_bits);
-    const int position = c * kChunk + W::word_position(lane) * 4;
-    float* scales = reinterpret_cast<float*>(shared + s.scales) + c * 8;
-    if (in_row) {
-      *reinterpret_cast<uint32_t*>(shared + s.values + m * s.pitch + position) = hi;
-      *reinterpret_cast<uint32_t*>(shared + s.values + (rows + m) * s.pitch + position) = lo;
-      if (lane == 0) scales[m] = top * (W::kInputScale / 127.0F);
-      if (lane == 1 && rows <= 4) scales[m + 4] = top * (W::kInputScale / 127.0F);
-    }
-  }
-  if constexpr (W::kGroup > 0) {
-    float sum = (v.x + v.y) + (v.z + v.w);
+    // A lane stores the scale and a sum of one chunk; the scale for hi and, where that is in the
+    // same product, for lo.
+    constexpr int kHi = Columns<W, Rows>::kHi;
+    const int chunk = first + lane % kBatch * step;
+    const bool in_row = lane % kBatch < count;
+    store_shared4(shared + s.scales + (chunk * 8 + m + lane / kBatch * kHi) * 4,
+                  __float_as_uint(own_of(top, lane) * (W::kInputScale / kInputTop)),
+                  in_row && lane < (m + kHi < 8 ? 2 : 1) * kBatch);
+    if constexpr (W::kGroup > 0) {
+      constexpr int kLanes = W::kGroup / 4;
+      float sums[kBatch];
 #pragma unroll
-    for (int offset = 1; offset < W::kGroup / 4; offset *= 2) {
-      sum += __shfl_xor_sync(0xffffffffU, sum, offset);
-    }
-    if (in_row && lane % (W::kGroup / 4) == 0) {
-      const int position = c * 16 + W::sum_position(lane / (W::kGroup / 4)) * 2;
+      for (int i = 0; i < kBatch; ++i) sums[i] = (v[i].x + v[i].y) + (v[i].z + v[i].w);
+      const float sum = sum_own<kLanes>(sums, lane);
       const __nv_bfloat16 hi = __float2bfloat16_rn(sum);
       const __nv_bfloat16 lo = __float2bfloat16_rn(sum - __bfloat162float(hi));
-      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + m * s.sums_pitch + position) = hi;
-      *reinterpret_cast<__nv_bfloat16*>(shared + s.sums + (rows + m) * s.sums_pitch + position) =
-          lo;
+      const uint32_t to =
+          shared + s.sums + m * s.sums_pitch + chunk * 16 + W::sum_position(lane / kLanes) * 2;
+      const bool stores = in_row && lane % kLanes < kBatch;
+      store_shared2(to, __bfloat16_as_ushort(hi), stores);
+      store_shared2(to + rows * s.sums_pitch, __bfloat16_as_ushort(lo), stores);
     }
   }
 }
@@ -87,8 +127,9 @@ __device__ inline void request_norm(const StageArgs& a, const Division<B>& divis
   const int residues = division.residues();
 #pragma unroll 1
   for (int c = warp; c < a.padded_k / kChunk; c += B::kWarps) {
-    const int chunk =
-        !B::kShares ? c : division.template chunk<W>(c & (residues - 1)) + c / residues * kResidues;
+    const int chunk = !B::kShares ? c
+                                  : division.template chunk<W>(c & (residues - 1)) +
+                                        (c >> division.residue_bits()) * kResidues;
     const int k = chunk * kChunk + lane * 4;
     const int at = c * kChunk + lane * 4;
     if (k >= a.w.k) continue;
@@ -103,63 +144,87 @@ __device__ inline void request_norm(const StageArgs& a, const Division<B>& divis
 
 /// x, times the norm's weight if there is one, into shared memory; the sums of squares over the
 /// chunks of each residue beside it, in every block of the cluster. The norm's factor 1 / rms is
-/// applied to the results, so nothing here waits for the whole row. A warp converts the chunks of
-/// one residue of the rows turn, turn + turns, ...
+/// applied to the results, so nothing here waits for the whole row. A warp converts chunks of one
+/// residue, kBatch at a time: those of the rows turn, turn + turns, ..., whose squares it adds up,
+/// or without a norm every turns-th batch of all rows.
 template <class W, bool Norm, class B>
 __device__ inline void load_input(const StageArgs& a, const Division<B>& division,
                                   const float* x_rows, uint8_t* shared, const SharedLayout& s,
                                   int warp, int lane) {
-  constexpr int kBatch = 4;  // independent loads and conversions in flight
   const int chunks = (a.w.k + kChunk - 1) / kChunk;
-  const int rounds = (chunks + kResidues * kBatch - 1) / (kResidues * kBatch);  // of a row
-  const int residues = division.residues();
-  const int own = !B::kShares ? warp : warp & (residues - 1);
-  const int chunk = division.template chunk<W>(own);
+  const int batches = (chunks + kResidues * kBatch - 1) / (kResidues * kBatch);  // of a row
+  const int own = !B::kShares ? warp : warp & (division.residues() - 1);
+  const int first_chunk = division.template chunk<W>(own);
   const int turn = division.turn(warp);
   const int turns = division.turns();
-  const int items = (a.in.rows - turn + turns - 1) / turns * rounds;
-  const auto read = [&](int item, float4(&x)[kBatch]) {
-    const int m = turn + item / rounds * turns;
-    const int first = chunk + item % rounds * (kResidues * kBatch);
+  const auto to_next = [&](int& m, int& batch) {
+    batch += Norm ? 1 : turns;
+    for (; batch >= batches; batch -= batches) m += Norm ? turns : 1;
+  };
+  const auto chunk_of = [&](int batch, int i) {
+    return first_chunk + (batch * kBatch + i) * kResidues;
+  };
+  const auto read = [&](int m, int batch, float4(&x)[kBatch]) {
+    const int k = chunk_of(batch, 0) * kChunk + lane * 4;
+    const auto* from = reinterpret_cast<const float4*>(x_rows + (m * a.w.k + k));
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int k = (first + i * kResidues) * kChunk + lane * 4;
-      const float* row = x_rows + static_cast<int64_t>(m) * a.w.k;
-      x[i] = k < a.w.k && item < items ? __ldcg(reinterpret_cast<const float4*>(row + k))
-                                       : float4{0, 0, 0, 0};
+      constexpr int kStep = kResidues * kChunk;
+      x[i] = k + i * kStep < a.w.k && m < a.in.rows ? __ldcg(from + i * kStep / 4)
+                                                    : float4{0, 0, 0, 0};
     }
   };
-  float4 x[kBatch];
-  read(0, x);
-  float sum = 0;
-  for (int item = 0; item < items; ++item) {
-    float4 next[kBatch];
-    read(item + 1, next);
-    const int m = turn + item / rounds * turns;
+  const auto multiply = [&](float4(&x)[kBatch], int batch, Scalar type) {  // by the norm's weight
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int round = item % rounds * kBatch + i;
-      const int c = chunk + round * kResidues;  // of the row
-      const int at = own + round * residues;    // of those in this block
-      float4 v = x[i];
-      if constexpr (Norm) {
-        sum = __fmaf_rn(v.x, v.x, sum);
-        sum = __fmaf_rn(v.y, v.y, sum);
-        sum = __fmaf_rn(v.z, v.z, sum);
-        sum = __fmaf_rn(v.w, v.w, sum);
-        const float4 weight =
-            c * kChunk + lane * 4 < a.w.k
-                ? load_scalar4(shared + s.norm, at * kChunk + lane * 4, a.in.norm_type)
-                : float4{0, 0, 0, 0};
-        v = {v.x * weight.x, v.y * weight.y, v.z * weight.z, v.w * weight.w};
-      }
-      store_input<W>(shared, s, a.in.rows, m, at, lane, c < chunks, v);
-      x[i] = next[i];
+      const int at = own + (batch * kBatch + i) * division.residues();
+      const float4 weight = chunk_of(batch, i) * kChunk + lane * 4 < a.w.k
+                                ? load_scalar4(shared + s.norm, at * kChunk + lane * 4, type)
+                                : float4{0, 0, 0, 0};
+      x[i] = {x[i].x * weight.x, x[i].y * weight.y, x[i].z * weight.z, x[i].w * weight.w};
     }
+  };
+  int m = Norm ? turn : 0;
+  int batch = Norm ? 0 : turn - turns;
+  if constexpr (!Norm) to_next(m, batch);
+  float4 x[kBatch];
+  read(m, batch, x);
+  float sum = 0;
+  while (m < a.in.rows) {
+    int next_m = m;
+    int next_batch = batch;
+    to_next(next_m, next_batch);
+    float4 next[kBatch];
+    read(next_m, next_batch, next);
     if constexpr (Norm) {
-      if ((item + 1) % rounds == 0) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        sum = __fmaf_rn(x[i].x, x[i].x, sum);
+        sum = __fmaf_rn(x[i].y, x[i].y, sum);
+        sum = __fmaf_rn(x[i].z, x[i].z, sum);
+        sum = __fmaf_rn(x[i].w, x[i].w, sum);
+      }
+      switch (a.in.norm_type) {  // outside of the loop over chunks
+        case Scalar::kBFloat16:
+          multiply(x, batch, Scalar::kBFloat16);
+          break;
+        case Scalar::kFloat16:
+          multiply(x, batch, Scalar::kFloat16);
+          break;
+        default:
+          multiply(x, batch, Scalar::kFloat32);
+      }
+    }
+    const int first = chunk_of(batch, 0);
+    store_input<W, B::kRows>(shared_address(shared), s, a.in.rows, m,
+                             own + batch * kBatch * division.residues(), division.residues(),
+                             (chunks - first + kResidues - 1) / kResidues, lane, x);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) x[i] = next[i];
+    if constexpr (Norm) {
+      if (next_batch == 0) {  // the row's last
         sum = warp_sum(sum);
-        float* squares = reinterpret_cast<float*>(shared + s.squares) + m * kResidues + chunk;
+        float* squares = reinterpret_cast<float*>(shared + s.squares) + m * kResidues + first_chunk;
         if (division.bits == 0) {
           if (lane == 0) *squares = sum;
         } else if (lane < division.blocks()) {
@@ -168,6 +233,8 @@ __device__ inline void load_input(const StageArgs& a, const Division<B>& divisio
         sum = 0;
       }
     }
+    m = next_m;
+    batch = next_batch;
   }
 }
 

@@ -8,8 +8,6 @@
 
 namespace gptfast::cuda {
 
-constexpr int kMaxPartial = 16 * 1024;  // sums that wait for a reduction
-
 /// Fills in what follows from the weight's size.
 template <class W, Stage S>
 inline void size_stage(StageArgs& args) {
@@ -34,17 +32,23 @@ inline int64_t tile_bytes(const StageArgs& args) {
          (W::kGroup > 0 ? W::kSlotBytes : kTileRows * kUnitXBytes);
 }
 
-/// Sizes a launch of `rows` rows whose columns 1 << bits blocks share; a block's shared memory.
+/// Sizes a launch of `rows` rows whose columns 1 << bits blocks share; a block's shared memory. A
+/// block finishes as many tiles at a time as find room in most_shared: each time all warps wait.
 template <class W, Stage S, class B>
-inline int size_blocks(StageArgs& args, int sms, int rows, int bits) {
+inline int size_blocks(StageArgs& args, int sms, int most_shared, int rows, int bits) {
   args.in.rows = rows;
   args.share_bits = bits;
   size_stage<W, S>(args);
   args.blocks = std::min(args.tiles, sms >> bits) << bits;
-  const int finished =
-      std::min({args.tiles / args.blocks + 1, kMaxPartial / (rows * kPartialBytes), B::kWarps});
-  args.batch = (finished + B::kTilesAtATime - 1) / B::kTilesAtATime * B::kTilesAtATime;
-  return shared_layout<W, B>(rows, args.padded_k, args.batch, args.norm_bytes).total;
+  const auto bytes = [&](int batch) {
+    return shared_layout<W, B>(rows, args.padded_k, batch, args.norm_bytes).total;
+  };
+  constexpr int kAtATime = B::kTilesAtATime;
+  const int most = std::min(args.tiles / args.blocks + 1, B::kWarps);
+  const int fitting = (most_shared - bytes(0)) / (rows * kPartialBytes);
+  args.batch =
+      std::max(kAtATime, std::min((most + kAtATime - 1) / kAtATime, fitting / kAtATime) * kAtATime);
+  return bytes(args.batch);
 }
 
 /// least_shared: bytes that a block takes though it may need fewer.
@@ -63,7 +67,7 @@ inline cudaError_t launch_rows(const Launch& launch, StageArgs args, int sms, in
   const int total = args.in.rows;
   int rows = total;
   int launches = 1;
-  while (size_blocks<W, S, B>(args, sms, rows, bits) > most_shared) {
+  while (size_blocks<W, S, B>(args, sms, most_shared, rows, bits) > most_shared) {
     if (rows == 1) return cudaErrorInvalidValue;
     ++launches;
     rows = (total + launches - 1) / launches;
@@ -92,19 +96,25 @@ inline cudaError_t launch_stage(const Launch& launch, StageArgs args) {
   const int rows = args.in.rows;
   size_stage<W, S>(args);
   args.neighbours = tile_bytes<W>(args) * args.tiles >= kNeighbourBytes;
-  if (rows == 1 && size_blocks<W, S, OneRow>(args, sms, rows, /*bits=*/0) <= most_shared) {
+  if (rows == 1 &&
+      size_blocks<W, S, OneRow>(args, sms, most_shared, rows, /*bits=*/0) <= most_shared) {
     const int width = has_norm(S) ? args.w.k : args.w.n;
     return launch_blocks<W, S, OneRow>(launch, args,
                                        most_shared / (width > kAloneWidth ? 2 : 3) + 1);
   }
   const int bits = launch.clusters ? 1 : 0;
-  const bool roomy = size_blocks<W, S, SomeRows<W, 8>>(args, sms, rows, bits) <= most_shared;
+  const bool roomy =
+      size_blocks<W, S, SomeRows<W, 8>>(args, sms, most_shared, rows, bits) <= most_shared;
   args.in.rows = rows;
-  if (!roomy) return launch_rows<W, S, TightRows<W>>(launch, args, sms, most_shared);
   if constexpr (W::kParts == 2) {
-    if (rows <= 4) return launch_rows<W, S, SomeRows<W, 4>>(launch, args, sms, most_shared);
+    if (roomy && rows <= 4)
+      return launch_rows<W, S, SomeRows<W, 4>>(launch, args, sms, most_shared);
+    if (roomy && rows <= 6)
+      return launch_rows<W, S, SomeRows<W, 6>>(launch, args, sms, most_shared);
+    if (rows <= 6) return launch_rows<W, S, TightRows<W, 6>>(launch, args, sms, most_shared);
   }
-  return launch_rows<W, S, SomeRows<W, 8>>(launch, args, sms, most_shared);
+  if (roomy) return launch_rows<W, S, SomeRows<W, 8>>(launch, args, sms, most_shared);
+  return launch_rows<W, S, TightRows<W, 8>>(launch, args, sms, most_shared);
 }
 
 }  // namespace gptfast::cuda

@@ -27,7 +27,8 @@ __host__ __device__ constexpr bool has_norm(Stage s) {
 
 // A sum over a row is that over the units of each residue, added up in order: the same for any
 // number of rows and blocks.
-constexpr int kResidues = 8;
+constexpr int kResidueBits = 3;
+constexpr int kResidues = 1 << kResidueBits;
 constexpr int kWarps = kResidues;  // of a block with one row
 constexpr int kThreads = kWarps * kWarp;
 
@@ -55,13 +56,14 @@ using OneRow = BlockShape<1, kWarps, 72 * 1024>;
 
 // Several rows: one block is resident, and two share the columns. That takes 0.7 of the time of
 // blocks that convert all columns and come two to an SM (Llama-2-7B int4, 4 and 5 rows). Products
-// of integers are bound by instructions and gain 10 % from 16 warps.
+// of integers are bound by instructions and gain 10 % from 16 warps, and those of 5 and 6 rows have
+// a shape of their own (Columns).
 template <class W, int Rows>
 using SomeRows = BlockShape<Rows, W::kInteger ? 16 : 8, 96 * 1024>;
 
 // Rows that leave no room for that: five of Llama-2-70B's 28,672 columns, or an SM of 100 KB.
-template <class W>
-using TightRows = BlockShape<8, W::kInteger ? 16 : 8, 48 * 1024>;
+template <class W, int Rows>
+using TightRows = BlockShape<Rows, W::kInteger ? 16 : 8, 48 * 1024>;
 
 // Where one row's blocks do not fit beside each other, those that came early would crowd on the SMs
 // that their predecessor left first, two to an SM: they are made too large for that. Alone costs
@@ -114,11 +116,13 @@ struct Division {
   }
 
   __device__ int blocks() const { return 1 << bits; }
-  __device__ int residues() const { return kResidues >> bits; }  // of this block
+  // Residues of this block; powers of two, so that nothing on a stage's critical path divides.
+  __device__ int residue_bits() const { return kResidueBits - bits; }
+  __device__ int residues() const { return 1 << residue_bits(); }
 
   /// Tiles that are multiplied, and rows that are converted, at a time.
   __device__ int turns() const { return B::kTilesAtATime << bits; }
-  __device__ int turn(int warp) const { return !B::kShares ? 0 : warp / residues(); }
+  __device__ int turn(int warp) const { return !B::kShares ? 0 : warp >> residue_bits(); }
 
   /// The units of a tile that a warp multiplies: residue, residue + kResidues, ... It moves from
   /// tile to tile, so that all warps get as many.
@@ -142,8 +146,9 @@ struct Division {
   template <class W>
   __device__ int chunk(int own) const {
     if constexpr (!B::kShares) return own;
-    const int side = residues() * W::kUnitColumns / kChunk;  // chunks that lie side by side
-    return own / side * (side << bits) + rank * side + own % side;
+    constexpr int kUnitsBits = W::kUnitColumns == kChunk ? 0 : 1;  // log2 of the units of a chunk
+    const int side = residue_bits() - kUnitsBits;  // log2 of the chunks that lie side by side
+    return (((own >> side << bits) + rank) << side) + (own & ((1 << side) - 1));
   }
 };
 
