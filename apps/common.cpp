@@ -344,8 +344,13 @@ at::Device parse_device(const std::string& text) {
   if (!(text == "cuda" || text.starts_with("cuda:")) || !index || *index < 0 || *index > 127) {
     throw UsageError("--device must be cpu, cuda or cuda:N, not '" + text + "'");
   }
-  if (default_device() == "cpu")
-    throw UsageError("--device " + text + ": this build or this machine has no CUDA device");
+  if (default_device() == "cpu") {
+#ifdef GPTFAST_CUDA
+    throw UsageError("--device " + text + ": this machine has no CUDA device");
+#else
+    throw UsageError("--device " + text + ": built without CUDA (cmake -DGPTFAST_CUDA=ON)");
+#endif
+  }
   const auto count = static_cast<int>(at::getNumGPUs());
   if (*index >= count) {
     throw UsageError("--device " + text + ": this machine has " + std::to_string(count) +

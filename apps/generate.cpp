@@ -17,6 +17,7 @@
 #include "gptfast/speculative.h"
 #include "gptfast/tokenizer.h"
 #include "model_flags.h"
+#include "output_file.h"
 #include "ranks.h"
 
 namespace gptfast::app {
@@ -47,8 +48,10 @@ std::vector<int32_t> parse_ids(const std::string& list) {
 std::optional<int64_t> synthetic_length(const std::string& prompt) {
   int64_t n = 0;
   const auto [end, error] = std::from_chars(prompt.data(), prompt.data() + prompt.size(), n);
-  if (error != std::errc() || end != prompt.data() + prompt.size() || prompt.empty())
+  if (error == std::errc::invalid_argument || end != prompt.data() + prompt.size())
     return std::nullopt;
+  TORCH_CHECK(error == std::errc(), "--prompt ", prompt,
+              " asks for that many random tokens, far too many; write text into --prompt_file");
   TORCH_CHECK(n >= 1, "--prompt ", prompt,
               " asks for that many random tokens; expected at least 1");
   return n;
@@ -63,17 +66,28 @@ std::vector<int32_t> synthetic_prompt(int64_t length, const ModelArgs& config, i
   return {ids.const_data_ptr<int32_t>(), ids.const_data_ptr<int32_t>() + length};
 }
 
-Prompt make_prompt(const CommandLine& flags, const LoadedModel& loaded,
-                   ChatTemplate chat_template) {
-  const ModelArgs& config = loaded.model->config;
-  if (flags.given("prompt_ids")) return {parse_ids(flags.get_text("prompt_ids")), ""};
-  const bool from_file = flags.given("prompt_file");
-  const std::string text = from_file ? read_file("prompt_file", flags.get_text("prompt_file"))
-                                     : flags.get_text("prompt");
-  if (!from_file) {
-    if (const auto length = synthetic_length(text))
-      return {synthetic_prompt(*length, config, flags.get_integer("seed")), ""};
-  }
+/// What the flags say about the prompt, before there is a model: a mistake shows at once.
+struct PromptRequest {
+  std::vector<int32_t> ids;               // --prompt_ids
+  std::optional<int64_t> synthetic = {};  // --prompt N
+  std::string text = {};
+};
+
+PromptRequest read_prompt(const CommandLine& flags) {
+  if (flags.given("prompt_ids")) return {.ids = parse_ids(flags.get_text("prompt_ids"))};
+  if (flags.given("prompt_file"))
+    return {.text = read_file("prompt_file", flags.get_text("prompt_file"))};
+  const std::string text = flags.get_text("prompt");
+  return {.synthetic = synthetic_length(text), .text = text};
+}
+
+Prompt make_prompt(const CommandLine& flags, const PromptRequest& request,
+                   const LoadedModel& loaded, ChatTemplate chat_template) {
+  if (flags.given("prompt_ids")) return {request.ids, ""};
+  if (request.synthetic)
+    return {synthetic_prompt(*request.synthetic, loaded.model->config, flags.get_integer("seed")),
+            ""};
+  const std::string& text = request.text;
   const Tokenizer& tokenizer = require_tokenizer(loaded, "a text prompt");
   if (chat_template != ChatTemplate::kNone)
     return {encode_turn(tokenizer, chat_template, text, /*first=*/true), text};
@@ -218,8 +232,9 @@ CommandLine make_command_line() {
   flags.flag("parse_special", "special tokens written in the prompt are tokens, not text");
   flags.flag("no_bos", "put no BOS token in front of the prompt");
   flags.flag("ignore_eos", "do not end at the model's stop tokens");
-  flags.choice("chat_template", "auto applies the model's own, and only with --interactive", "auto",
-               {"auto", "none", "llama2", "llama3", "mistral", "chatml"});
+  flags.choice("chat_template",
+               "auto: the model's own; without --interactive applied only where this flag is given",
+               "auto", {"auto", "none", "llama2", "llama3", "mistral", "chatml"});
   flags.text("draft_checkpoint_path",
              "smaller model of the same vocabulary that drafts tokens (speculative decoding)");
   flags.choice("draft", "lookup: draft what followed the text's last words earlier in it", "",
@@ -355,12 +370,21 @@ void run_samples(const CommandLine& flags, LoadedModel& loaded, const Prompt& pr
       peak_memory_gb());
 }
 
+/// Throws when this process cannot write what --logits_out or --profile names.
+void check_outputs(const CommandLine& flags, const TensorParallel* tp) {
+  if (flags.given("logits_out") && (tp == nullptr || tp->rank() == 0))
+    const OutputFile logits(flags.get_text("logits_out"));
+  if (flags.given("profile")) const OutputFile trace(trace_file(flags, tp));
+}
+
 int generate_main(int argc, char** argv) {
   CommandLine flags = make_command_line();
   if (!flags.parse(argc, argv)) return 0;
   check_flags(flags);
   if (const auto status = launch_ranks(flags, argv)) return *status;
+  const PromptRequest request = read_prompt(flags);
   const auto tp = connect_ranks(flags);
+  check_outputs(flags, tp.get());
   LoadedModel loaded = load_from_flags(flags, tp);
   const bool interactive = flags.get_flag("interactive");
   const bool templated =
@@ -378,7 +402,7 @@ int generate_main(int argc, char** argv) {
   if (interactive) {
     chat_loop(loaded.model, *loaded.tokenizer, chat_template, options);
   } else {
-    run_samples(flags, loaded, make_prompt(flags, loaded, chat_template), options);
+    run_samples(flags, loaded, make_prompt(flags, request, loaded, chat_template), options);
   }
   loaded.model = draft_model = nullptr;
   if (tp) tp->finish();

@@ -4,7 +4,6 @@
 
 #include <chrono>
 #include <filesystem>
-#include <iostream>
 
 #include "gptfast/config.h"
 #include "gptfast/threads.h"
@@ -64,19 +63,21 @@ LoadedModel load_from_flags(const CommandLine& flags, const std::shared_ptr<Tens
   const auto start = std::chrono::steady_clock::now();
   const bool silent = flags.get_flag("quiet") || flags.get_flag("json") || (tp && tp->rank() != 0);
   const std::string checkpoint_path = flags.get_text("checkpoint_path");
+  if (checkpoint_path.empty()) throw UsageError("--checkpoint_path is empty");
   const auto threads = static_cast<int>(flags.get_integer("num_threads"));
   const int ranks = tp ? tp->local_world_size() : 1;  // they share the host's cores
   set_num_threads(threads == 0 ? std::max(default_num_threads() / ranks, 1) : threads);
-  if (!silent)
-    std::cerr << "Using device=" << flags.get_text("device") << "\nLoading model ..." << std::endl;
   LoadedModel loaded;
-  loaded.model = load_model_from_flags(flags, checkpoint_path, flags.get_text("config"), tp);
   loaded.tokenizer = flags.given("tokenizer_path")
                          ? Tokenizer::load(flags.get_text("tokenizer_path"))
                          : load_tokenizer_beside(checkpoint_path);
+  loaded.model = load_model_from_flags(flags, checkpoint_path, flags.get_text("config"), tp);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   loaded.seconds = elapsed.count();
-  if (!silent) fprintf(stderr, "Time to load model: %.2f seconds\n", loaded.seconds);
+  if (!silent) {
+    fprintf(stderr, "Using device=%s\nTime to load model: %.2f seconds\n",
+            flags.get_text("device").c_str(), loaded.seconds);
+  }
   return loaded;
 }
 

@@ -21,7 +21,8 @@ struct LoadedModel {
   double seconds = 0;
 };
 
-/// Loads what the flags name, with a progress bar, and says so on stderr unless --quiet or --json.
+/// Loads what the flags name, with a progress bar, and then says so on stderr unless --quiet or
+/// --json; the tokenizer first, where a mistake shows at once.
 /// With `tp`: this rank's share, on its device; only rank 0 says so.
 LoadedModel load_from_flags(const CommandLine& flags,
                             const std::shared_ptr<TensorParallel>& tp = nullptr);

@@ -30,7 +30,7 @@ CommandLine command_line() {
               {"32", "64", "128", "256"});
   line.list("calibration_tasks", "int4-gptq: tasks of eval whose requests it calibrates on",
             {"wikitext"});
-  line.text("data_dir", "folder of the tasks' TASK.jsonl files", "data");
+  line.text("data_dir", "int4-gptq: folder of the tasks' TASK.jsonl files", "data");
   line.text("calibration_file", "int4-gptq: text to calibrate on instead of tasks");
   line.integer("calibration_limit", "int4-gptq: at most this many samples", 1000, 1, 1'000'000);
   line.integer("calibration_seq_length", "int4-gptq: tokens of a sample", 100, 1, 1'000'000);
@@ -40,7 +40,8 @@ CommandLine command_line() {
   line.integer("blocksize", "int4-gptq: columns corrected one by one", 128, 1, 1'000'000);
   line.flag("act_order", "int4-gptq: columns in order of decreasing activations");
   line.text("tokenizer_path",
-            "int4-gptq: tokenizer.model or tokenizer.json; else the one beside the checkpoint");
+            "of calibration and --report_text: tokenizer.model or tokenizer.json; else the one "
+            "beside the checkpoint");
   line.flag("report", "print how far each layer's weights moved");
   line.text("report_text", "with --report: a text whose perplexity is measured before and after");
   line.text("label", "stands before the mode in the output's name", "_");
@@ -177,6 +178,17 @@ void print_report(const json& report) {
   }
 }
 
+/// Throws UsageError for flags that would change nothing.
+void check_mode(const CommandLine& line, const std::string& mode) {
+  if (mode == "int8" && line.given("groupsize")) throw UsageError("--groupsize needs an int4 mode");
+  if (mode == "int4-gptq") return;
+  for (const char* flag :
+       {"calibration_tasks", "calibration_file", "calibration_limit", "calibration_seq_length",
+        "pad_calibration_inputs", "percdamp", "blocksize", "act_order", "data_dir"}) {
+    if (line.given(flag)) throw UsageError("--" + std::string(flag) + " needs --mode int4-gptq");
+  }
+}
+
 int quantize_main(int argc, char** argv) {
   CommandLine line = command_line();
   if (!line.parse(argc, argv)) return 0;
@@ -187,8 +199,8 @@ int quantize_main(int argc, char** argv) {
     throw UsageError("give one of --calibration_file and --calibration_tasks");
   if (line.given("report_text") && !line.get_flag("report"))
     throw UsageError("--report_text needs --report");
-
   const std::string mode = line.get_text("mode");
+  check_mode(line, mode);
   const int64_t groupsize = std::stoll(line.get_text("groupsize"));
   const fs::path input = line.get_text("checkpoint_path");
   const fs::path output = quantized_path(input, mode, groupsize, line.get_text("label"));

@@ -14,9 +14,15 @@
 namespace gptfast::app {
 namespace {
 
-/// Flags that may differ between ranks: where files lie on each host, and what only rank 0 does.
-constexpr std::array kOwnFlags = {"checkpoint_path", "tokenizer_path", "prompt_file", "logits_out",
-                                  "device",          "num_threads",    "json",        "quiet"};
+/// Flags that may differ between ranks: what each host has, and what only rank 0 prints.
+constexpr std::array kOwnFlags = {"device", "num_threads", "json", "quiet", "profile"};
+/// Files that may lie elsewhere on each host and must have the same contents.
+constexpr std::array kFileFlags = {"checkpoint_path", "tokenizer_path", "prompt_file",
+                                   "draft_checkpoint_path"};
+
+bool is_one_of(const auto& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
 
 std::string fingerprint(const std::filesystem::path& file) {
   return std::filesystem::is_regular_file(file) ? checkpoint_fingerprint(file) : "none";
@@ -26,14 +32,16 @@ std::string fingerprint(const std::filesystem::path& file) {
 TensorParallel::Facts facts(const CommandLine& flags) {
   TensorParallel::Facts facts;
   for (const auto& [name, value] : flags.values()) {
-    if (name == "checkpoint_path" && !value.empty()) {
-      facts.emplace_back("the checkpoint", fingerprint(value));
+    if (is_one_of(kFileFlags, name)) {
+      facts.emplace_back("the file of --" + name, fingerprint(value));
+    } else if (name == "logits_out") {
+      facts.emplace_back("--" + name, value.empty() ? "not given" : "given");
+    } else if (!is_one_of(kOwnFlags, name)) {
+      facts.emplace_back("--" + name, value);
+    }
+    if (name == "checkpoint_path") {
       for (const char* file : {"config.json", "params.json", "tokenizer.model", "tokenizer.json"})
         facts.emplace_back(file, fingerprint(std::filesystem::path(value).parent_path() / file));
-    } else if (name == "tokenizer_path" && !value.empty()) {
-      facts.emplace_back("the tokenizer", fingerprint(value));
-    } else if (std::find(kOwnFlags.begin(), kOwnFlags.end(), name) == kOwnFlags.end()) {
-      facts.emplace_back("--" + name, value);
     }
   }
   return facts;

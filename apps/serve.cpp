@@ -53,7 +53,8 @@ CommandLine make_command_line() {
                 1024);
   flags.integer("max_body_bytes", "largest body of a request", defaults.max_body_bytes, 1,
                 int64_t{1} << 30);
-  flags.text("chat_template", "auto, none, llama2, llama3, mistral or chatml", "auto");
+  flags.choice("chat_template", "auto: the model's own", "auto",
+               {"auto", "none", "llama2", "llama3", "mistral", "chatml"});
   return flags;
 }
 

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <malloc.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -79,12 +80,24 @@ double write_int4(CheckpointWriter& writer, const SourceTensor& tensor,
   return (weight.dequantize() - exact.dequantize()).abs().max().item<double>();
 }
 
+/// Drops the head of a tied model where the source stores the embedding a second time under its
+/// name.
+void drop_tied_head(std::vector<SourceTensor>& tensors, at::ScalarType dtype) {
+  if (tensors.back().name != "output.weight") return;
+  const auto embedding = std::find_if(tensors.begin(), tensors.end(), [](const auto& tensor) {
+    return tensor.name == "tok_embeddings.weight";
+  });
+  if (embedding != tensors.end() && at::equal(embedding->read(dtype), tensors.back().read(dtype)))
+    tensors.pop_back();
+}
+
 /// Writes the checkpoint and the files beside it; all of them appear only when everything is
 /// written.
 void write_model(const Import& import, const fs::path& output, const ConvertOptions& options) {
   const WeightSource& source = import.weights;
-  const std::vector<SourceTensor> tensors = arrange(source);
+  std::vector<SourceTensor> tensors = arrange(source);
   const at::ScalarType dtype = options.dtype ? *options.dtype : common_dtype(source.file, tensors);
+  if (source.config.tie_word_embeddings) drop_tied_head(tensors, dtype);
   int64_t total = 0;
   for (const auto& tensor : tensors) total += static_cast<int64_t>(tensor.bytes);
   const fs::path folder = output.has_parent_path() ? output.parent_path() : fs::path(".");

@@ -132,6 +132,8 @@ void score_documents(const EvalTask& task, EvalResult& result) {
     words += static_cast<double>(task.items[i].words);
     bytes += static_cast<double>(task.items[i].bytes);
   }
+  TORCH_CHECK(bytes > 0, "The pages of task '", task.name,
+              "' are empty: there is no text to score.");
   const auto add = [&](const char* name, double value) {
     result.metrics.push_back(
         {.name = name, .value = value, .standard_error = std::nullopt, .higher_is_better = false});

@@ -39,6 +39,8 @@ CalibrationData calibration_data(const std::vector<std::vector<int32_t>>& sequen
 std::vector<std::vector<int32_t>> calibration_text(const std::filesystem::path& file,
                                                    const Tokenizer& tokenizer, int64_t seq_length,
                                                    int64_t limit) {
+  TORCH_CHECK(!std::filesystem::is_directory(file), "the calibration text '", file.string(),
+              "' is a directory; expected a file");
   std::ifstream in(file, std::ios::binary);
   TORCH_CHECK(in.good(), "cannot read the calibration text '", file.string(), "'");
   const std::string text{std::istreambuf_iterator<char>(in), {}};

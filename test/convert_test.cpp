@@ -213,6 +213,10 @@ TEST_F(GgufTest, ConfigAndTiedHead) {
                      .tie_word_embeddings = true};
   expected.finalize();
   EXPECT_EQ(find_config(directory_ / "out/model.pth", "", tensors), expected);
+  // So does what is made from a file that has both names.
+  convert(directory_ / "out/model.pth", directory_ / "out/again.pth", {});
+  const StateDict again = load_checkpoint(directory_ / "out/again.pth");
+  EXPECT_EQ(again.at("output.weight").data_ptr(), again.at("tok_embeddings.weight").data_ptr());
 }
 
 TEST_F(GgufTest, BpeTokenizer) {

@@ -149,6 +149,10 @@ TEST_F(EvalApp, RefusesBadInputInOneLine) {
   expect_error(eval("--tasks piqa --data_dir " + dir_.path().string()), 1, "scripts/eval_data.py");
   std::ofstream(dir_ / "piqa.jsonl") << "{\"goal\": 1}\n";
   expect_error(eval("--tasks piqa --data_dir " + dir_.path().string()), 1, "piqa.jsonl:1: ");
+  std::ofstream(dir_ / "wikitext.jsonl") << R"({"page": ""})"
+                                            "\n";
+  expect_error(eval("--tasks wikitext --quiet --data_dir " + dir_.path().string()), 1,
+               "no text to score");
   expect_error(eval("--tasks piqa --limit 0"), 2, "--limit");
   expect_error(eval("--tasks piqa --quiet --max_seq_length 4096"), 1, "model's context of 2048");
   expect_error(eval("--tasks piqa --quiet --max_seq_length 8"), 1, "longest input of 8");

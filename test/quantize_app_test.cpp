@@ -172,6 +172,7 @@ TEST_F(QuantizeApp, CalibratesOnTasks) {
 TEST_F(QuantizeApp, RefusesCalibrationTextsInOneLine) {
   const std::string flags = "--mode int4-gptq --calibration_file ";
   expect_error(flags + "/nowhere/text", 1, "/nowhere/text");
+  expect_error(flags + dir_.path().string(), 1, "is a directory");
   expect_error(flags + write("empty.txt", ""), 1, "is empty");
   expect_error(flags + write("latin1.txt", "caf\xe9 noir"), 1, "not UTF-8: byte 3");
   expect_error(flags + write("short.txt", "A short text."), 1, "--calibration_seq_length 100");
@@ -189,6 +190,8 @@ TEST_F(QuantizeApp, RefusesOptionsInOneLine) {
   expect_error("--mode int4 --groupsize 96", 2, "--groupsize must be one of 32, 64, 128, 256");
   expect_error("--mode int4-gptq --blocksize 48", 1, "--blocksize 48 does not fit groups of 32");
   expect_error("--mode int4-gptq --percdamp 2", 2, "--percdamp");
+  expect_error("--mode int8 --groupsize 64", 2, "--groupsize needs an int4 mode");
+  expect_error("--mode int4 --act_order", 2, "--act_order needs --mode int4-gptq");
   fs::remove(dir_ / "model.pth");
   expect_error("", 1, (dir_ / "model.pth").string());
 }

@@ -122,29 +122,36 @@ Environment rank_environment(int rank, int world_size, int port) {
           {"MASTER_PORT", std::to_string(port)}};
 }
 
-TEST(Refusal, RanksThatDisagreeOnFlags) {
+/// Two ranks, each with flags of its own, refuse to start with one another.
+void expect_disagreement(const std::vector<std::string>& flags,
+                         const std::vector<std::string>& others, const std::string& message) {
   const int port = port_of(listen_on(0));
-  Generate first(flags_for(tiny_mha(), {"--top_k", "5"}), rank_environment(0, 2, port));
-  Generate second(flags_for(tiny_mha(), {"--top_k", "6"}), rank_environment(1, 2, port));
+  Generate first(flags, rank_environment(0, 2, port));
+  Generate second(others, rank_environment(1, 2, port));
   for (Generate* run : {&first, &second}) {
     EXPECT_EQ(run->wait(), 1);
-    EXPECT_NE(run->err().find("the ranks disagree on --top_k: rank 0 has '5', rank 1 has '6' "
-                              "(hashes of all settings "),
-              std::string::npos)
-        << run->err();
+    EXPECT_NE(run->err().find("the ranks disagree on " + message), std::string::npos) << run->err();
   }
 }
 
+TEST(Refusal, RanksThatDisagreeOnFlags) {
+  expect_disagreement(flags_for(tiny_mha(), {"--top_k", "5"}),
+                      flags_for(tiny_mha(), {"--top_k", "6"}),
+                      "--top_k: rank 0 has '5', rank 1 has '6' (hashes of all settings ");
+}
+
 TEST(Refusal, RanksThatDisagreeOnTheCheckpoint) {
-  const int port = port_of(listen_on(0));
-  Generate first(flags_for(tiny_mha(), {}), rank_environment(0, 2, port));
-  Generate second(flags_for(golden("tiny-draft/model.fp32.pth"), {}), rank_environment(1, 2, port));
-  for (Generate* run : {&first, &second}) {
-    EXPECT_EQ(run->wait(), 1);
-    EXPECT_NE(run->err().find("the ranks disagree on the checkpoint: rank 0 has '685301 bytes, "),
-              std::string::npos)
-        << run->err();
-  }
+  expect_disagreement(flags_for(tiny_mha(), {}), flags_for(golden("tiny-draft/model.fp32.pth"), {}),
+                      "the file of --checkpoint_path: rank 0 has '685301 bytes, ");
+}
+
+TEST(Refusal, RanksThatDisagreeOnThePrompt) {
+  const TempDir dir;
+  std::ofstream(dir / "a") << "one";
+  std::ofstream(dir / "b") << "another";
+  expect_disagreement(flags_for(tiny_mha(), {"--prompt_file", dir / "a"}),
+                      flags_for(tiny_mha(), {"--prompt_file", dir / "b"}),
+                      "the file of --prompt_file: rank 0 has '3 bytes, ");
 }
 
 TEST(Refusal, PortInUse) {
