@@ -95,6 +95,10 @@ Tensor LinearImpl::forward(const Tensor& x) {
   }
   switch (scheme.format) {
     case WeightFormat::kInt8:
+#ifdef GPTFAST_CUDA
+      if (!reference && x.is_cuda() && x.scalar_type() != at::kFloat && ops::cuda::supports(*this))
+        return at::linear(x, ops::cuda::widen_int8(weight, x.scalar_type())) * scales;
+#endif
       return at::linear(x, weight.to(x.scalar_type())) * scales;
     case WeightFormat::kInt4:
 #ifdef GPTFAST_CUDA
@@ -129,7 +133,7 @@ Tensor LinearImpl::dequantize() const {
       return weight.to(at::kFloat) * scales.to(at::kFloat).unsqueeze(1);
     case WeightFormat::kInt4: {
       const Tensor w = int4_weight().dequantize();
-      return scheme.act_order ? w.index_select(1, perm.cpu().argsort()) : w;
+      return scheme.act_order ? w.index_select(1, perm.to(w.device()).argsort()) : w;
     }
     default:
       return weight.to(at::kFloat);
@@ -191,6 +195,20 @@ void LinearImpl::copy_from(const LinearImpl& other) {
   if (other.packed_.defined()) packed_ = other.packed_.clone();
   kernel_scales_ = other.kernel_scales_;
   perm = other.perm;
+}
+
+int64_t LinearImpl::kernel_bytes() const {
+  const int64_t n = out_features, k = in_features;
+  switch (scheme.format) {
+    case WeightFormat::kFloat32:
+      return n * k * 4;
+    case WeightFormat::kInt8:
+      return n * (k + 4);
+    case WeightFormat::kInt4:
+      return n * (k / 2 + 4 * ((k + scheme.groupsize - 1) / scheme.groupsize));
+    default:
+      return n * k * 2;
+  }
 }
 
 WeightView LinearImpl::view() const {

@@ -31,6 +31,9 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps) : eps(eps) {
 }
 
 Tensor RMSNormImpl::forward(const Tensor& x) {
+  if (!reference) {
+    if (Tensor y = ops::rms_norm(x, weight, eps); y.defined()) return y;
+  }
   const Tensor x32 = x.to(at::kFloat);
   const Tensor normed = x32 * at::rsqrt(at::mean(x32 * x32, /*dim=*/-1, /*keepdim=*/true) + eps);
   return normed.to(x.scalar_type()) * weight;
@@ -59,8 +62,12 @@ Tensor AttentionImpl::forward(const Tensor& x, const ForwardContext& context) {
 
 Tensor AttentionImpl::project(const Tensor& x, const ForwardContext& context) {
   const int64_t B = x.size(0), S = x.size(1), kv_size = n_local_heads * head_dim;
-  const auto qkv =
-      wqkv->forward(x).split_with_sizes({n_head * head_dim, kv_size, kv_size}, /*dim=*/-1);
+  const Tensor whole = wqkv->forward(x);
+  if (!wqkv->reference) {
+    Tensor q = ops::rope_append(whole, context.freqs_cis, context.spans, kv_cache);
+    if (q.defined()) return q;
+  }
+  const auto qkv = whole.split_with_sizes({n_head * head_dim, kv_size, kv_size}, /*dim=*/-1);
   const Tensor q =
       apply_rotary_emb(qkv[0].view({B, S, n_head, head_dim}), context.freqs_cis).transpose(1, 2);
   const Tensor k = apply_rotary_emb(qkv[1].view({B, S, n_local_heads, head_dim}), context.freqs_cis)
@@ -91,9 +98,9 @@ Tensor AttentionImpl::attend_span(const Tensor& q, const Span& span) {
   // Only the used part of the cache is read: cost follows the length of the text, not of the
   // allocation.
   const auto used = [&](const Tensor& cache) {  // [B, H, used, Dh]
-    return cache.narrow(0, span.first_slot, B)
-        .narrow(2, 0, span.used)
-        .repeat_interleave(n_head / n_local_heads, /*dim=*/1);
+    const Tensor part = cache.narrow(0, span.first_slot, B).narrow(2, 0, span.used);
+    return n_head == n_local_heads ? part
+                                   : part.repeat_interleave(n_head / n_local_heads, /*dim=*/1);
   };
   const Tensor y =
       at::scaled_dot_product_attention(q, used(kv_cache.k_cache), used(kv_cache.v_cache),
@@ -115,7 +122,10 @@ FeedForwardImpl::FeedForwardImpl(const ModelArgs& config, const SchemeOf& scheme
 }
 
 Tensor FeedForwardImpl::forward(const Tensor& x) {
-  return w2->forward(at::silu(w1->forward(x)) * w3->forward(x));
+  const Tensor gate = w1->forward(x), up = w3->forward(x);
+  Tensor h = w1->reference ? Tensor() : ops::silu_mul(gate, up);
+  if (!h.defined()) h = at::silu(gate) * up;
+  return w2->forward(h);
 }
 
 // ---- Mixture of experts
@@ -282,6 +292,9 @@ TransformerImpl::TransformerImpl(const ModelArgs& args, const SchemeOf& scheme,
 void TransformerImpl::set_reference(bool on) {
   reference_ = on;
   for (const auto& [name, linear] : named_linears(*this)) linear->reference = on;
+  for (const auto& module : modules()) {
+    if (auto* norm = module->as<RMSNormImpl>()) norm->reference = on;
+  }
 }
 
 void TransformerImpl::setup_caches(int64_t batch_size, int64_t seq_length) {

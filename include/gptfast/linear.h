@@ -96,6 +96,8 @@ struct LinearImpl : torch::nn::Module {
   void copy_from(const LinearImpl& other);
   /// Valid after prepare().
   WeightView view() const;
+  /// Bytes of the weight that kernels read for a row: without the padding and the tables of files.
+  int64_t kernel_bytes() const;
 
   int64_t in_features;
   int64_t out_features;

@@ -44,7 +44,8 @@ struct RMSNormImpl : torch::nn::Module {
   Tensor forward(const Tensor& x);       ///< [..., D] -> [..., D], in x's dtype times the weight's
 
   double eps;
-  Tensor weight;  // [D]
+  bool reference = false;  ///< plain ATen whatever kernels exist
+  Tensor weight;           // [D]
 };
 TORCH_MODULE(RMSNorm);
 
@@ -175,9 +176,9 @@ struct TransformerBlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(TransformerBlock);
 
-/// Two ways through one model. forward() is the literal translation of model.py in plain ATen:
-/// prefill, evaluation, the yardstick of the tests. step() runs the fused ops on at most
-/// kMaxStepRows rows: decode, short prompts, verification, batches.
+/// Two ways through one model. forward() is the literal translation of model.py, with `reference`
+/// in plain ATen: prefill, evaluation, the yardstick of the tests. step() runs the fused ops on at
+/// most kMaxStepRows rows: decode, short prompts, verification, batches.
 struct TransformerImpl : torch::nn::Module {
   /// With `tp` the model is one rank's share: `config` is shard_config's, the head has
   /// tp->head_rows() rows, and forward() and step() are collectives whose results are whole.

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "gptfast/config.h"
 #include "gptfast/linear.h"
@@ -19,6 +20,8 @@
 namespace gptfast {
 
 struct ConditionalFeedForwardImpl;  // the experts of a layer; gptfast/model.h
+struct KVCache;
+struct Span;
 
 constexpr int64_t kMaxStepRows = 8;  ///< prompts of up to 8 tokens, verification, batches
 /// Positions that a partial softmax covers: on CPUs from one multiple to the next; GPUs cut a row's
@@ -78,6 +81,18 @@ Tensor linear(const Tensor& x /* [..., K] */, const LinearImpl& layer);
 Tensor attention_prompt(const Tensor& q /* [B, H, S, Dh] */, const Tensor& k_cache,
                         const Tensor& v_cache, const Tensor& input_pos /* [S] int64 */,
                         int64_t first_slot);  // [B, S, H * Dh]
+
+/// What lies between the products of a prompt's forward pass, in the types and with the roundings
+/// of plain ATen. Undefined where the device has no kernel for these dtypes and sizes; plain ATen
+/// serves then.
+Tensor rms_norm(const Tensor& x /* [..., D] */, const Tensor& weight /* [D] */, double eps);
+/// silu(gate) * up, of the same shape.
+Tensor silu_mul(const Tensor& gate, const Tensor& up);
+/// Rotates queries and keys, writes keys and values to the cache where each span's tokens belong,
+/// and returns the queries [B, H, S, Dh].
+Tensor rope_append(const Tensor& qkv /* [B, S, (H + 2 Hkv) Dh] */,
+                   const Tensor& freqs_cis /* [S, Dh/2, 2] float32 */,
+                   const std::vector<Span>& spans, KVCache& cache);
 
 /// x[r] = table[tokens[r]]. An id outside the table gives NaN: ids are checked on the host, this
 /// keeps memory safe.

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "gptfast/ops.h"
+#include "gptfast/model.h"
 #include "ops/cpu/step_ops.h"
 #include "ops/reference.h"
 #ifdef GPTFAST_CUDA
@@ -86,6 +86,31 @@ Tensor attention_prompt(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                         const Tensor& input_pos, int64_t first_slot) {
   if (!on_cpu(q)) return {};
   return cpu::attention_prompt(q, k_cache, v_cache, input_pos, first_slot);
+}
+
+Tensor rms_norm([[maybe_unused]] const Tensor& x, [[maybe_unused]] const Tensor& weight,
+                [[maybe_unused]] double eps) {
+#ifdef GPTFAST_CUDA
+  if (cuda::supports_prompt(x, weight)) return cuda::rms_norm(x, weight, eps);
+#endif
+  return {};
+}
+
+Tensor silu_mul([[maybe_unused]] const Tensor& gate, [[maybe_unused]] const Tensor& up) {
+#ifdef GPTFAST_CUDA
+  if (cuda::supports_prompt(gate, up)) return cuda::silu_mul(gate, up);
+#endif
+  return {};
+}
+
+Tensor rope_append([[maybe_unused]] const Tensor& qkv, [[maybe_unused]] const Tensor& freqs_cis,
+                   [[maybe_unused]] const std::vector<Span>& spans,
+                   [[maybe_unused]] KVCache& cache) {
+#ifdef GPTFAST_CUDA
+  if (cuda::supports_prompt(qkv, cache.k_cache))
+    return cuda::rope_append(qkv, freqs_cis, spans, cache);
+#endif
+  return {};
 }
 
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -25,6 +26,9 @@
 #include "ops/cpu/thread_pool.h"
 #include "ranks.h"
 #ifdef GPTFAST_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
+
 #include "bench/bench_speculation.h"
 #include "bench/cuda_read.h"
 #endif
@@ -131,33 +135,22 @@ class PlainRead {
   std::atomic<uint64_t> checksum_{0};           // keeps the reads
 };
 
-int64_t streamed_bytes(const LinearImpl& linear) {
-  const int64_t n = linear.out_features;
-  const int64_t k = linear.in_features;
-  switch (linear.scheme.format) {
-    case WeightFormat::kFloat32:
-      return n * k * 4;
-    case WeightFormat::kInt8:
-      return n * (k + 4);
-    case WeightFormat::kInt4: {
-      const int64_t groups = (k + linear.scheme.groupsize - 1) / linear.scheme.groupsize;
-      return n * (k / 2 + 4 * groups);
-    }
-    default:
-      return n * k * 2;
-  }
-}
-
-/// Bytes of weights that the CPU kernels read for a token: without the padding and the tables of
-/// files, and of a mixture's experts as many as a token activates.
-int64_t streamed_bytes(const TransformerImpl& model) {
+/// The sum over the layers that a token goes through: of a mixture's experts as many as it
+/// activates.
+template <typename Measure>
+int64_t for_a_token(const TransformerImpl& model, Measure measure) {
   int64_t total = 0;
   int64_t experts = 0;
   for (const auto& [name, linear] : named_linears(model)) {
-    (name.find(".cond_ffn.") == std::string::npos ? total : experts) += streamed_bytes(*linear);
+    (name.find(".cond_ffn.") == std::string::npos ? total : experts) += measure(*linear);
   }
   if (experts == 0) return total;
   return total + experts / model.config.num_experts * model.config.num_activated_experts;
+}
+
+/// Bytes of weights that the kernels read for a token: without the padding and the tables of files.
+int64_t streamed_bytes(const TransformerImpl& model) {
+  return for_a_token(model, [](const LinearImpl& linear) { return linear.kernel_bytes(); });
 }
 
 /// flag: "scheme" or "draft_scheme".
@@ -191,6 +184,53 @@ CommandLine command_line() {
   flags.flag("json", "one JSON object on stdout");
   return flags;
 }
+
+#ifdef GPTFAST_CUDA
+int64_t weights(const LinearImpl& linear) {
+  return linear.out_features * linear.in_features;
+}
+
+/// Multiplications and additions of a prompt's products with weights. Attention's are not counted;
+/// the head is computed for the last token only.
+int64_t prompt_operations(const TransformerImpl& model, int64_t tokens) {
+  const int64_t head = weights(*model.output);
+  return 2 * ((for_a_token(model, weights) - head) * tokens + head);
+}
+
+/// Multiplications and additions a second of a large product of random bfloat16 matrices.
+double cuda_matmul_rate(at::Device device) {
+  constexpr int64_t kSize = 8192;
+  constexpr int kProducts = 30;
+  const at::Tensor a = at::randn({kSize, kSize}, at::TensorOptions(device).dtype(at::kBFloat16));
+  const at::Tensor b = at::randn_like(a);
+  at::Tensor product = at::mm(a, b);
+  const c10::DeviceGuard guard(device);
+  c10::cuda::device_synchronize();
+  const auto start = Clock::now();
+  for (int i = 0; i < kProducts; ++i) at::mm_out(product, a, b);
+  c10::cuda::device_synchronize();
+  return 2.0 * kSize * kSize * kSize * kProducts / seconds_since(start);
+}
+
+/// The most that tensors took on the device since the last reset.
+int64_t peak_bytes(at::Device device) {
+  constexpr size_t kAll = 0;  // of StatType: not the pools one by one
+  return c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak;
+}
+
+/// What a GPU takes for the prompt beside decoding's figures.
+void add_prompt_figures(nlohmann::ordered_json& out, const TransformerImpl& model) {
+  out["peak_device_bytes"] = peak_bytes(model.device());
+  const auto tokens = out["prompt_tokens"].get<int64_t>();
+  if (tokens <= kMaxStepRows) return;
+  const double rate = out["prefill_tokens_per_sec"].get<double>() / static_cast<double>(tokens) *
+                      static_cast<double>(prompt_operations(model, tokens));
+  const double matmul = cuda_matmul_rate(model.device());
+  out["prefill_tflops"] = rate / 1e12;
+  out["matmul_tflops"] = matmul / 1e12;
+  out["prefill_share_of_matmul"] = rate / matmul;
+}
+#endif
 
 Transformer make_model(const CommandLine& flags, at::Device device,
                        const std::shared_ptr<TensorParallel>& tp) {
@@ -339,6 +379,14 @@ void print(const nlohmann::ordered_json& out) {
          number("prefill_tokens_per_sec"));
   printf("  %.2f GB/s of weights, plain read %.2f GB/s: %.1f %%\n", number("bandwidth_gb_s"),
          number("read_gb_s"), 100 * number("share_of_read"));
+  if (out.contains("load_gb_s"))
+    printf("  loaded in %.2f s, %.2f GB/s\n", number("load_seconds"), number("load_gb_s"));
+  if (out.contains("prefill_tflops"))
+    printf("  prefill %.0f TFLOP/s, large bfloat16 product %.0f TFLOP/s: %.1f %%\n",
+           number("prefill_tflops"), number("matmul_tflops"),
+           100 * number("prefill_share_of_matmul"));
+  if (out.contains("peak_device_bytes"))
+    printf("  device memory at most %.2f GB\n", number("peak_device_bytes") / 1e9);
   printf("  outside weight streaming, us per token: p10 %.0f, median %.0f, p90 %.0f, p99 %.0f\n",
          out["overhead_us"]["p10"].get<double>(), out["overhead_us"]["p50"].get<double>(),
          out["overhead_us"]["p90"].get<double>(), out["overhead_us"]["p99"].get<double>());
@@ -363,12 +411,20 @@ int bench_decode(int argc, char** argv) {
   const auto means = flags.given("draft_config") ? means_of(flags) : std::vector<double>();
   PlainRead read(device);
   read.measure();  // before the model takes the memory
+  const auto start = Clock::now();
   Transformer model = make_model(flags, device, tp);
+  const double load_seconds = seconds_since(start);
   const int64_t bytes = streamed_bytes(*model);
   Samples samples;
   for (int round = 0; round < kRounds; ++round) measure_round(model, flags, read, bytes, samples);
   nlohmann::ordered_json out = report(flags, *model, bytes, samples);
+  if (flags.given("checkpoint_path")) {
+    const auto size = std::filesystem::file_size(flags.get_text("checkpoint_path"));
+    out["load_seconds"] = load_seconds;
+    out["load_gb_s"] = static_cast<double>(size) / load_seconds / 1e9;
+  }
 #ifdef GPTFAST_CUDA
+  if (device.is_cuda()) add_prompt_figures(out, *model);
   if (speculation) {
     out["speculation"] =
         run_speculation(model, flags, means, out["decode_tokens_per_sec"].get<double>());

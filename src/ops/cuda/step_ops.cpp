@@ -13,6 +13,7 @@
 #include "gptfast/model.h"
 #include "ops/cuda/all_reduce.h"
 #include "ops/cuda/kernels.h"
+#include "ops/cuda/prompt.h"
 
 namespace gptfast::ops::cuda {
 namespace {
@@ -99,11 +100,11 @@ gpu::RowMap row_map(const StepRows& rows) {
           .seq_len = static_cast<int>(rows.seq_len())};
 }
 
-gpu::Cache cache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache) {
+gpu::Cache kv_cache(int64_t heads, const Tensor& k_cache, const Tensor& v_cache) {
   return {.k = k_cache.data_ptr(),
           .v = v_cache.data_ptr(),
           .type = scalar(k_cache),
-          .heads = static_cast<int>(q.size(1)),
+          .heads = static_cast<int>(heads),
           .local_heads = static_cast<int>(k_cache.size(1)),
           .max_seq = static_cast<int>(k_cache.size(2)),
           .head_dim = static_cast<int>(k_cache.size(3))};
@@ -150,8 +151,11 @@ bool supports(TransformerImpl& model) {
 
 void check_device(at::Device device) {
   const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(device.index());
-  TORCH_CHECK(properties.major >= 8, "the GPU ", properties.name, " has compute capability ",
-              properties.major, ".", properties.minor,
+  check_capability(properties.name, properties.major, properties.minor);
+}
+
+void check_capability(const char* name, int major, int minor) {
+  TORCH_CHECK(major >= 8, "the GPU ", name, " has compute capability ", major, ".", minor,
               "; bfloat16 and the CUDA kernels need 8.0 or newer: use --device cpu");
 }
 
@@ -191,6 +195,60 @@ Tensor unpack_int4(const WeightView& weight, at::Device device, at::ScalarType d
   return out;
 }
 
+Tensor widen_int8(const Tensor& values, at::ScalarType dtype) {
+  Tensor out = at::empty(values.sizes(), values.options().dtype(dtype));
+  const Device on(out);
+  C10_CUDA_CHECK(gpu::widen_int8(on.launch().stream, values.const_data_ptr<int8_t>(),
+                                 values.numel(), scalar(out), out.mutable_data_ptr()));
+  return out;
+}
+
+bool supports_prompt(const Tensor& x, const Tensor& other) {
+  return x.is_cuda() && x.scalar_type() != at::kFloat && x.scalar_type() == other.scalar_type() &&
+         x.size(-1) % 8 == 0 && other.size(-1) % 8 == 0;
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  const Tensor rows = x.contiguous();
+  Tensor out = at::empty_like(rows);
+  const Device on(x);
+  const int64_t dim = x.size(-1);
+  C10_CUDA_CHECK(gpu::rms_norm(on.launch().stream, rows.const_data_ptr(), scalar(x),
+                               rows.numel() / dim, static_cast<int>(dim), weight.const_data_ptr(),
+                               static_cast<float>(eps), out.mutable_data_ptr()));
+  return out;
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+  const Tensor a = gate.contiguous(), b = up.contiguous();
+  Tensor out = at::empty_like(a);
+  const Device on(a);
+  C10_CUDA_CHECK(gpu::silu_mul(on.launch().stream, a.const_data_ptr(), b.const_data_ptr(),
+                               scalar(a), a.numel(), out.mutable_data_ptr()));
+  return out;
+}
+
+Tensor rope_append(const Tensor& qkv, const Tensor& freqs_cis, const std::vector<Span>& spans,
+                   KVCache& cache) {
+  const Tensor from = qkv.contiguous();
+  const int64_t B = qkv.size(0), S = qkv.size(1), Hkv = cache.k_cache.size(1),
+                Dh = cache.k_cache.size(3), H = qkv.size(2) / Dh - 2 * Hkv;
+  Tensor q = at::empty({B, S, H, Dh}, qkv.options());
+  const Device on(qkv);
+  for (const Span& span : spans) {
+    C10_CUDA_CHECK(gpu::rope_append(on.launch().stream, from.const_data_ptr(),
+                                    {.batch = static_cast<int>(B),
+                                     .seq_len = static_cast<int>(S),
+                                     .begin = static_cast<int>(span.begin),
+                                     .length = static_cast<int>(span.length),
+                                     .cache_pos = span.cache_pos.const_data_ptr<int64_t>(),
+                                     .first_slot = static_cast<int>(span.first_slot)},
+                                    kv_cache(H, cache.k_cache, cache.v_cache),
+                                    freqs_cis.const_data_ptr<float>(), q.mutable_data_ptr()));
+  }
+  return q.transpose(1, 2);
+}
+
 void embed(const StepRows& rows, const Tensor& table, Tensor& x) {
   const Device on(x);
   C10_CUDA_CHECK(gpu::embed(on.launch(), rows.tokens.const_data_ptr<int32_t>(),
@@ -204,16 +262,17 @@ void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& no
                          Tensor& k_cache, Tensor& v_cache) {
   const Device on(x);
   C10_CUDA_CHECK(gpu::qkv_stage(on.launch(), normed_input(x, rows.rows(), norm_weight, eps),
-                                weight(wqkv), row_map(rows), cache(q, k_cache, v_cache),
+                                weight(wqkv), row_map(rows), kv_cache(q.size(1), k_cache, v_cache),
                                 freqs_cis.const_data_ptr<float>(), q.mutable_data_ptr<float>()));
 }
 
 void attention_decode(const StepRows& rows, const Tensor& q, const Tensor& k_cache,
                       const Tensor& v_cache, Tensor& partials, Tensor& y) {
   const Device on(q);
-  C10_CUDA_CHECK(gpu::attention(on.launch(), q.const_data_ptr<float>(), cache(q, k_cache, v_cache),
-                                row_map(rows), static_cast<int>(rows.rows()),
-                                partials.mutable_data_ptr<float>(), y.mutable_data_ptr<float>()));
+  C10_CUDA_CHECK(gpu::attention(on.launch(), q.const_data_ptr<float>(),
+                                kv_cache(q.size(1), k_cache, v_cache), row_map(rows),
+                                static_cast<int>(rows.rows()), partials.mutable_data_ptr<float>(),
+                                y.mutable_data_ptr<float>()));
 }
 
 void o_proj_residual(int64_t rows, const Tensor& y, const LinearImpl& wo, Tensor& x) {

@@ -31,6 +31,8 @@ bool supports(TransformerImpl& model);
 bool overlap_kernels(at::Device device);
 /// Throws unless the kernels can run on `device` (compute capability 8.0 or newer).
 void check_device(at::Device device);
+/// check_device() of a GPU called `name` with compute capability major.minor.
+void check_capability(const char* name, int major, int minor);
 /// Throws with needed and free bytes unless `bytes` more fit the memory of `device`. `what`: "the
 /// weights".
 void check_memory(at::Device device, int64_t bytes, const char* what);
@@ -38,6 +40,15 @@ void check_memory(at::Device device, int64_t bytes, const char* what);
 Tensor pack_int4(const Int4Weight& weight, at::Device device);
 /// [n, k] in `dtype` (bfloat16 or float16) from what pack_int4 made.
 Tensor unpack_int4(const WeightView& weight, at::Device device, at::ScalarType dtype);
+/// An int8 tensor whose rows are a multiple of 16 in `dtype` (bfloat16 or float16).
+Tensor widen_int8(const Tensor& values, at::ScalarType dtype);
+/// True if the kernels of prompts take these: on a GPU, of one 16-bit type, rows of a multiple
+/// of 8.
+bool supports_prompt(const Tensor& x, const Tensor& other);
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+Tensor silu_mul(const Tensor& gate, const Tensor& up);
+Tensor rope_append(const Tensor& qkv, const Tensor& freqs_cis, const std::vector<Span>& spans,
+                   KVCache& cache);
 void embed(const StepRows& rows, const Tensor& table, Tensor& x);
 void rms_qkv_rope_append(const StepRows& rows, const Tensor& x, const Tensor& norm_weight,
                          double eps, const LinearImpl& wqkv, const Tensor& freqs_cis, Tensor& q,
