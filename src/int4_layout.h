@@ -46,7 +46,8 @@ int64_t int4_groupsize(const Tensor& weight, const Tensor& scales_and_zeros, int
                        std::string_view name);
 
 /// Translates an int4 weight of a file, dropping padded columns and groups. weight as described at
-/// Int4Layout, scales_and_zeros [Kp / g, N, 2] bfloat16 or float32. The result is on the CPU.
+/// Int4Layout, scales_and_zeros [Kp / g, N, 2] bfloat16 or float32. The codes of a weight on a GPU
+/// stay there if they lie in the CUDA layout, else they are on the CPU.
 ///
 /// kAuto: int32 is the CUDA layout when at least 75 % of the groups hold both code 0 and code 15,
 /// as round-to-nearest makes them; else the CPU layout in which most groups do, if at least 75 %.

@@ -91,36 +91,48 @@ void assign(Tensor& registered, const Tensor& value) {
   registered.set_data(value);
 }
 
+/// Throws unless the kernels run on `device` and it has memory for weights of `bytes`. Of a CPU
+/// nothing is asked: its weights stay mapped from the file.
+void check_fits([[maybe_unused]] at::Device device, [[maybe_unused]] int64_t bytes) {
+#ifdef GPTFAST_CUDA
+  if (!device.is_cuda()) return;
+  ops::cuda::check_device(device);
+  ops::cuda::check_memory(device, bytes, "the weights");
+#endif
+}
+
 /// Moves every tensor of `tensors` into the module of the same name.
 void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOptions& options) {
 #ifdef GPTFAST_CUDA
   std::optional<cuda::Uploader> uploader;
   std::vector<Tensor> sent;  // the uploader still reads these
 #endif
-  int64_t total = 0, done = 0;
-  for (const auto& [name, tensor] : tensors) total += static_cast<int64_t>(tensor.nbytes());
-#ifdef GPTFAST_CUDA
-  if (options.device.is_cuda()) {
-    ops::cuda::check_device(options.device);
-    ops::cuda::check_memory(options.device, total, "the weights");
-    uploader.emplace(options.device);
+  std::map<const c10::TensorImpl*, Tensor> mapped;  // int4 words by what they are registered as
+  int64_t total = 0, done = 0;                      // as they will be on the device
+  for (const auto& [name, tensor] : tensors) {
+    const auto width = tensor.is_floating_point() ? c10::elementSize(options.precision)
+                                                  : static_cast<size_t>(tensor.element_size());
+    total += tensor.numel() * static_cast<int64_t>(width);
   }
+  check_fits(options.device, total);
+#ifdef GPTFAST_CUDA
+  if (options.device.is_cuda()) uploader.emplace(options.device);
 #endif
   const auto load = [&](const std::string& name, Tensor& registered) {
     const Tensor source = tensors.take(name);
     Tensor value = source;
-    const bool is_file_int4 = value.scalar_type() == at::kInt || value.scalar_type() == at::kByte;
-    if (value.is_floating_point() && name.find(".scales_and_zeros") == std::string::npos)
-      value = value.to(options.precision);
+    const bool is_file_int4 = value.scalar_type() == at::kInt || value.scalar_type() == at::kByte ||
+                              name.find(".scales_and_zeros") != std::string::npos;
+    if (value.is_floating_point() && !is_file_int4) value = value.to(options.precision);
+    if (is_file_int4 && options.device.is_cuda())
+      mapped.emplace(registered.unsafeGetTensorImpl(), source);
 #ifdef GPTFAST_CUDA
-    if (uploader && !is_file_int4 && value.is_same(source) && source.is_contiguous()) {
+    if (uploader && value.is_same(source) && source.is_contiguous()) {
       sent.push_back(source);
       value = uploader->upload(source);
     }
 #endif
-    // The file's int4 words stay mapped: only the packed form made by Linear::prepare is read on
-    // the device.
-    if (!is_file_int4) value = value.to(options.device);
+    value = value.to(options.device);
     assign(registered, value.contiguous());
     const bool reading = value.is_cuda() && value.scalar_type() == source.scalar_type();
     if (registered.storage().data() != source.storage().data() && !reading) release_pages(source);
@@ -136,18 +148,34 @@ void load_state_dict(TransformerImpl& model, StateDict tensors, const LoadOption
   for (const auto& module : model.modules()) {
     if (auto* cond_ffn = module->as<ConditionalFeedForwardImpl>()) cond_ffn->bind();
   }
+  // A GPU takes the file's int4 words to pack them: what remains of them is mapped from the file.
+  const auto keep_mapped = [&](Tensor& registered) {
+    const auto found = mapped.find(registered.unsafeGetTensorImpl());
+    if (found != mapped.end() && registered.is_cuda()) assign(registered, found->second);
+  };
   // The words of a rank's share may be memory of its own, unlike the pages of a file.
   const bool drop_words = options.tp != nullptr && !options.reference && options.device.is_cpu() &&
                           std::string_view(ops::path(options.device)) != "reference";
-  for (const auto& [name, linear] : named_linears(model)) {
-    linear->prepare(options.device);
-    if (drop_words) linear->drop_words();
-  }
+  const auto prepare = [&](LinearImpl& linear) {
+    linear.prepare(options.device);
+    if (drop_words) linear.drop_words();
+    for (Tensor* part : {&linear.weight, &linear.scales_and_zeros, &linear.perm})
+      keep_mapped(*part);
+  };
   for (const auto& module : model.modules()) {
+    if (auto* linear = module->as<LinearImpl>()) prepare(*linear);
     auto* cond_ffn = module->as<ConditionalFeedForwardImpl>();
     if (cond_ffn == nullptr) continue;
+    for (FeedForward& expert : cond_ffn->experts) {
+      for (LinearImpl* layer : {expert->w1.get(), expert->w2.get(), expert->w3.get()})
+        prepare(*layer);
+    }
     cond_ffn->prepare(options.device);
     if (drop_words) cond_ffn->drop_words();
+    for (ExpertWeights& w : cond_ffn->weights) {
+      for (Tensor* part : {&w.weight, &w.scales_and_zeros}) keep_mapped(*part);
+    }
+    if (options.device.is_cuda()) cond_ffn->bind();
   }
 }
 
@@ -325,6 +353,10 @@ Transformer random_model(const ModelArgs& whole, WeightScheme scheme, at::Scalar
                                               : scheme;
   };
   Transformer model(config, scheme_of, std::move(tp));
+  int64_t bytes =
+      config.vocab_size * config.dim * static_cast<int64_t>(c10::elementSize(precision));
+  for (const auto& [name, linear] : named_linears(*model)) bytes += linear->kernel_bytes();
+  check_fits(device, bytes);
   const auto options = at::TensorOptions(device).dtype(precision);
   for (const auto& module : model->modules()) {
     auto* cond_ffn = module->as<ConditionalFeedForwardImpl>();

@@ -4,16 +4,22 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <fstream>
 #include <iostream>
 #include <limits>
 
 #include "cuda_test.h"
 #include "gptfast/generate.h"
+#include "int4_layout.h"
 #include "ops/reference.h"
 #include "test_util.h"
 #ifdef GPTFAST_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <cuda_runtime_api.h>
+
 #include "gptfast/decode_graph.h"
 #include "ops/cuda/step_ops.h"
 #endif
@@ -146,6 +152,27 @@ TEST_P(CudaFormats, StepAgreesWithForward) {
   EXPECT_LT(relative_difference(logits_in_steps(model, 0, 8), expected), 5e-2);
 }
 
+// Two texts of 40 tokens in slots 1 and 2, then two trees of which one continues past kept tokens.
+TEST_P(CudaFormats, PromptKernelsAgreeWithPlainATen) {
+  Transformer model = make_model();
+  const Tensor tokens = (at::arange(80, ints()) * 37 % 333).view({2, 40});
+  const Tensor pos = at::arange(40, ints().dtype(at::kLong));
+  const std::vector<TokenTree> trees = {{.trunk = {1, 2, 3, 4, 5},
+                                         .branches = {{6, 7}, {8, 9, 10}}},
+                                        {.trunk = std::vector<int32_t>(30, 11)}};
+  const Tensor logits = model->forward(tokens, pos, /*first_slot=*/1),
+               k = model->layers[1]->attention->kv_cache.k_cache.clone(),
+               v = model->layers[1]->attention->kv_cache.v_cache.clone(),
+               hidden = model->hidden(trees);
+  model->set_reference(true);
+  const KVCache& cache = model->layers[1]->attention->kv_cache;
+  const auto written = [](const Tensor& half) { return half.narrow(/*dim=*/0, 1, 2); };
+  EXPECT_LT(relative_difference(logits, model->forward(tokens, pos, /*first_slot=*/1)), 4e-2);
+  EXPECT_LT(relative_difference(written(k), written(cache.k_cache)), 4e-2);
+  EXPECT_LT(relative_difference(written(v), written(cache.v_cache)), 4e-2);
+  EXPECT_LT(relative_difference(hidden, model->hidden(trees)), 4e-2);
+}
+
 TEST_P(CudaFormats, TheCapturedStepGivesTheTokensOfSingleSteps) {
   Transformer model = make_model();
   ASSERT_TRUE(DecodeGraph::supported(*model));
@@ -255,9 +282,58 @@ TEST_F(CudaTest, StepAgreesWithForwardAtLongPositions) {
   }
 }
 
+/// One kernel at a time: a sum in another order may flip a rounding, nothing else may differ.
+TEST_F(CudaTest, PromptKernelsRoundAsPlainATen) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    const auto options = at::TensorOptions(kGpu).dtype(dtype);
+    RMSNorm norm(4104, 1e-5);
+    norm->weight.set_data(at::rand({4104}, options));
+    const Tensor x = at::randn({3, 5, 4104}, options) * 4, y = at::randn_like(x);
+    const Tensor normed = norm->forward(x);
+    norm->reference = true;
+    const Tensor expected = norm->forward(x);
+    EXPECT_LT(relative_difference(normed, expected), 8e-3);
+    EXPECT_LT(normed.ne(expected).sum().item<int64_t>(), x.numel() / 100);
+    EXPECT_TRUE(at::equal(ops::silu_mul(x, y), at::silu(x) * y));
+    const Tensor bytes = at::randint(-128, 128, {37, 48}, ints().dtype(at::kChar));
+    EXPECT_TRUE(at::equal(ops::cuda::widen_int8(bytes, dtype), bytes.to(dtype)));
+
+    const int64_t B = 2, S = 20, H = 6, Hkv = 2, Dh = 40;
+    const Tensor qkv = at::randn({B, S, (H + 2 * Hkv) * Dh}, options);
+    const Tensor cis = precompute_freqs_cis(S, Dh, 10000, at::kFloat, std::nullopt).to(kGpu);
+    KVCache cache{.k_cache = at::zeros({4, Hkv, 64, Dh}, options),
+                  .v_cache = at::zeros({4, Hkv, 64, Dh}, options)};
+    const Tensor places = at::randperm(64, ints().dtype(at::kLong));
+    const auto span = [&](int64_t begin, int64_t length, int64_t slot) {
+      return Span{.begin = begin,
+                  .length = length,
+                  .cache_pos = places.narrow(0, begin, length),
+                  .mask = {},
+                  .used = 64,
+                  .first_slot = slot,
+                  .causal = false};
+    };
+    const Tensor q = ops::rope_append(qkv, cis, {span(0, 13, 0), span(13, 7, 2)}, cache);
+    const auto parts = qkv.view({B, S, H + 2 * Hkv, Dh}).split_with_sizes({H, Hkv, Hkv}, 2);
+    EXPECT_TRUE(at::equal(q, apply_rotary_emb(parts[0], cis).transpose(1, 2)));
+    for (const auto& [half, values] :
+         {std::pair{cache.k_cache, apply_rotary_emb(parts[1], cis)}, {cache.v_cache, parts[2]}}) {
+      Tensor filled = at::zeros_like(half);
+      const Tensor from = values.transpose(1, 2);  // [B, Hkv, S, Dh]
+      filled.narrow(0, 0, B).index_copy_(2, places.narrow(0, 0, 13), from.narrow(2, 0, 13));
+      filled.narrow(0, 2, B).index_copy_(2, places.narrow(0, 13, 7), from.narrow(2, 13, 7));
+      EXPECT_TRUE(at::equal(half, filled));
+    }
+  }
+}
+
 TEST_F(CudaTest, PackedInt4HoldsTheCanonicalValues) {
-  for (const int64_t g : {32, 64, 128, 256}) {
-    const int64_t n = 37, k = 616, groups = (k + g - 1) / g;
+  for (const auto& [g, k] : {std::pair<int64_t, int64_t>{32, 616},
+                             {64, 616},
+                             {128, 616},
+                             {256, 616},
+                             {32, 100}}) {  // rows that are not 16 bytes apart
+    const int64_t n = 37, groups = (k + g - 1) / g;
     const Int4Weight weight{.q = at::randint(0, 256, {n, k / 2}, at::kByte),
                             .scales = at::rand({n, groups}).to(at::kBFloat16),
                             .zeros = at::randn({n, groups}).to(at::kBFloat16),
@@ -272,6 +348,21 @@ TEST_F(CudaTest, PackedInt4HoldsTheCanonicalValues) {
     EXPECT_TRUE(at::equal(ops::cuda::unpack_int4(view, kGpu, at::kBFloat16).cpu(),
                           weight.dequantize().to(at::kBFloat16)))
         << "group size " << g;
+  }
+}
+
+TEST_F(CudaTest, Int4WordsOfFilesAreUnpackedAsOnTheHost) {
+  for (const int64_t inner : {2, 4, 8}) {
+    const Tensor words = pack_int4_cuda(at::randint(0, 256, {40, 512}, at::kByte), inner);
+    const Tensor affine = at::randn({16, 40, 2}).to(at::kBFloat16);
+    for (const Int4Layout layout : {Int4Layout::kCuda, Int4Layout::kAuto}) {
+      const Int4Weight host = unpack_int4(words, affine, /*in_features=*/1000, layout);
+      const Int4Weight here = unpack_int4(words.to(kGpu), affine.to(kGpu), 1000, layout);
+      EXPECT_TRUE(here.q.is_cuda());
+      EXPECT_TRUE(at::equal(here.q.cpu(), host.q)) << inner;
+      EXPECT_TRUE(at::equal(here.scales.cpu(), host.scales));
+      EXPECT_TRUE(at::equal(here.zeros.cpu(), host.zeros));
+    }
   }
 }
 
@@ -416,6 +507,48 @@ TEST_F(CudaTest, TooMuchMemoryIsOneLineBeforeAnyWork) {
   EXPECT_EQ(error.find('\n'), std::string::npos);
   model->setup_caches(1, 64);  // and the model goes on working
   logits_in_steps(model, 0, 8);
+
+  ModelArgs huge = odd_config();
+  huge.n_layer = 2000;
+  huge.dim = huge.intermediate_size = 1 << 15;
+  const std::string weights = error_of(
+      [&] { random_model(huge, {WeightFormat::kBFloat16}, at::kBFloat16, kGpu, /*seed=*/3); });
+  EXPECT_NE(weights.find("the weights need"), std::string::npos) << weights;
+  EXPECT_EQ(weights.find('\n'), std::string::npos);
+}
+
+/// Resident memory of this process.
+int64_t resident_bytes() {
+  int64_t pages = 0, resident = 0;
+  std::ifstream("/proc/self/statm") >> pages >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+TEST_F(CudaTest, TenThousandTokensTakeNoMoreMemory) {
+  Transformer model = random_model(odd_config(), {WeightFormat::kBFloat16}, at::kBFloat16, kGpu, 3);
+  GenerateOptions options;
+  options.max_new_tokens = 1000;
+  const auto free_bytes = [] {
+    size_t free = 0, total = 0;
+    C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return free;
+  };
+  for (int i = 0; i < 2; ++i) generate(model, {1, 2, 3}, options);
+  const size_t free = free_bytes();
+  const int64_t resident = resident_bytes();
+  for (int i = 0; i < 10; ++i) {
+    ASSERT_EQ(generate(model, {1, 2, 3}, options).rows[0].tokens.size(), 1000U);
+  }
+  EXPECT_EQ(free_bytes(), free);
+  EXPECT_LT(resident_bytes() - resident, 2 << 20);
+}
+
+TEST(CudaDevice, OldGpusAreRefusedInOneLine) {
+  ops::cuda::check_capability("H200", 9, 0);
+  ops::cuda::check_capability("A100", 8, 0);
+  EXPECT_EQ(error_of([] { ops::cuda::check_capability("T4", 7, 5); }),
+            "the GPU T4 has compute capability 7.5; bfloat16 and the CUDA kernels need 8.0 or "
+            "newer: use --device cpu");
 }
 
 #else
