@@ -196,9 +196,12 @@ void judge(const Tensor& logits, int64_t first_place, std::span<Target> targets)
       at::stack({logprobs, of_targets(logits).eq(largest).to(at::kFloat)}).cpu();  // [2, targets]
   const float* logprob = found.const_data_ptr<float>();
   const float* none_is_larger = logprob + targets.size();
-  // The first of equal logits is the choice. (LibTorch's argmax takes 160 us for 49,152 logits in
-  // bfloat16, Zen 5.)
+  // The first of equal logits is the choice. (On a CPU LibTorch's argmax takes 160 us for 49,152
+  // logits in bfloat16, Zen 5; a GPU is asked once for all targets.)
+  const Tensor choice =
+      logits.is_cpu() ? Tensor() : logits.argmax(/*dim=*/-1).index({row}).eq(token).cpu();
   const auto is_first = [&](size_t i) {
+    if (choice.defined()) return choice.const_data_ptr<bool>()[i];
     const Tensor before = logits[rows[i]].narrow(0, 0, tokens[i]);
     return before.lt(largest[static_cast<int64_t>(i)]).all().item<bool>();
   };

@@ -4,6 +4,7 @@
 
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "gptfast/chat.h"
@@ -17,8 +18,9 @@ namespace {
 using nlohmann::json;
 
 const std::string kModel = golden("tiny-gqa/model.fp32.pth").string();
-const std::string kRun = "generate --checkpoint_path " + kModel +
-                         " --precision float32 --temperature 0 --quiet --num_threads 1 ";
+const std::string kRun =
+    "generate --checkpoint_path " + kModel +
+    " --device cpu --precision float32 --temperature 0 --quiet --num_threads 1 ";
 
 /// The prompt of the golden data as a flag.
 std::string golden_prompt() {
@@ -152,7 +154,7 @@ ProgramResult chat(const TempDir& dir, int64_t context, const std::string& lines
   std::ofstream(dir / "config.json") << config;
   std::ofstream(dir / "lines") << lines;
   return run_program(
-      "generate --interactive --precision float32 --temperature 0 --num_threads 1 "
+      "generate --interactive --device cpu --precision float32 --temperature 0 --num_threads 1 "
       "--max_new_tokens 12 --chat_template mistral --checkpoint_path " +
       (dir / "model.pth").string() + " <" + (dir / "lines").string() + " 2>" +
       (dir / "err").string());
@@ -266,13 +268,50 @@ TEST(GenerateProgram, OneLineForEveryMistake) {
   expect_failure(run + kModel + ids + "--batch_size 2 --draft lookup", 2, "--batch_size 1");
 }
 
+TEST(GenerateProgram, OneLineWithoutTheNamedGpu) {
+  const std::string run =
+      "generate --quiet --checkpoint_path " + kModel + " --prompt_ids 1,2 --device ";
+  if (at::hasCUDA()) {
+    expect_failure(run + "cuda:99", 2, "CUDA device(s), cuda:0 to cuda:");
+  } else {
+    expect_failure(run + "cuda", 2, "this build or this machine has no CUDA device");
+  }
+}
+
+TEST(GenerateProgram, OnAGpuTheSeedGivesTheTokensAndTheTraceHasTheKernels) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
+  const TempDir dir;
+  const std::string trace = (dir / "trace").string();
+  const std::string run =
+      "generate --quiet --json --device cuda --prompt_ids 1,2,3,4,5,6,7,8,9,10 --max_new_tokens 30 "
+      "--num_samples 1 --seed 5 --checkpoint_path " +
+      kModel;
+  const ProgramResult first = run_program(run + " 2>/dev/null"),
+                      second = run_program(run + " --profile " + trace + " 2>/dev/null");
+  ASSERT_EQ(first.status, 0);
+  ASSERT_EQ(second.status, 0);
+  const json line = json::parse(first.out);
+  EXPECT_EQ(line.at("path"), "cuda");
+  EXPECT_EQ(line.at("token_ids").size(), 30U);
+  EXPECT_EQ(line.at("token_ids"), json::parse(second.out).at("token_ids"));
+  std::set<std::string> kernels;  // of the prompt, and of the captured step
+  const json events = json::parse(std::ifstream(trace + ".json"));
+  for (const json& event : events.at("traceEvents")) {
+    if (event.value("cat", "") != "kernel") continue;
+    for (const char* name : {"rope_append_kernel", "attention_kernel"}) {
+      if (event.value("name", "").find(name) != std::string::npos) kernels.insert(name);
+    }
+  }
+  EXPECT_EQ(kernels.size(), 2U);
+}
+
 TEST(GenerateProgram, NanWeightsAreNamed) {
   const TempDir dir;
   StateDict tensors = load_checkpoint(kModel);
   tensors.set("norm.weight", at::full({256}, std::numeric_limits<float>::quiet_NaN()));
   save_checkpoint(dir / "model.pth", tensors);
   std::filesystem::copy(golden("tiny-gqa/config.json"), dir / "config.json");
-  expect_failure("generate --quiet --json --prompt_ids 1,2 --checkpoint_path " +
+  expect_failure("generate --device cpu --quiet --json --prompt_ids 1,2 --checkpoint_path " +
                      (dir / "model.pth").string(),
                  1, "NaN at position 1");
 }
