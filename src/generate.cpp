@@ -310,23 +310,22 @@ Tensor prefill(Transformer& model, const std::vector<int32_t>& prompt, int64_t s
     if (all_logits != nullptr) *all_logits = logits.clone();
     return logits.narrow(0, T - 1, 1).clone();
   }
-  std::vector<Tensor> pieces;
-  for (int64_t begin = 0;; begin += kPrefillChunk) {
+  std::vector<Tensor> pieces;  // [size, V] of all_logits
+  Tensor last;                 // [1, V]
+  for (int64_t begin = 0; begin < T; begin += kPrefillChunk) {
     const int64_t size = std::min(kPrefillChunk, T - begin);
     const Tensor idx = tokens.narrow(1, begin, size);
     const Tensor input_pos =
         at::arange(start_pos + begin, start_pos + begin + size, tokens.options().dtype(at::kLong));
     if (all_logits != nullptr) {
       pieces.push_back(model->forward(idx, input_pos).squeeze(0).to(at::kFloat));
-      *all_logits = at::cat(pieces);
+    } else {
+      last = model->last_logits(idx, input_pos);
     }
-    if (begin + size < T) {
-      if (all_logits == nullptr) model->last_logits(idx, input_pos);
-      continue;
-    }
-    return all_logits != nullptr ? all_logits->narrow(0, T - 1, 1).clone()
-                                 : model->last_logits(idx, input_pos).to(at::kFloat).contiguous();
   }
+  if (all_logits == nullptr) return last.to(at::kFloat).contiguous();
+  *all_logits = at::cat(pieces);
+  return all_logits->narrow(0, T - 1, 1).clone();
 }
 
 GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
