@@ -21,7 +21,7 @@ struct DecodeGraph::State {
     const auto ints = at::TensorOptions(model.device()).dtype(at::kInt);
     tokens = at::zeros({batch_size, 1}, ints);
     pos = at::zeros({batch_size}, ints);
-    slot = at::arange(batch_size, ints);
+    slot = at::zeros({batch_size}, ints);
     step = at::zeros({1}, ints);
     params = {.temperature = at::zeros({batch_size}, ints.dtype(at::kFloat)),
               .top_k = at::zeros({batch_size}, ints),
@@ -70,21 +70,23 @@ DecodeGraph& TransformerImpl::decode_graph(int64_t batch_size) {
   return *decode_graph_;
 }
 
-void DecodeGraph::start(const std::vector<int32_t>& tokens, int64_t pos,
-                        const SamplingParams& params) {
+void DecodeGraph::start(const std::vector<int32_t>& tokens, const std::vector<int32_t>& pos,
+                        const std::vector<int32_t>& slot, const SamplingParams& params) {
   State& s = *state_;
+  const auto caller = c10::cuda::getCurrentCUDAStream(s.stream.device_index());
   const c10::cuda::CUDAStreamGuard guard(s.stream);
-  at::cuda::CUDAEvent before;  // the prompt ran on the caller's stream
-  before.record(c10::cuda::getDefaultCUDAStream(s.stream.device_index()));
+  at::cuda::CUDAEvent before;  // the prompt ran there
+  before.record(caller);
   before.block(s.stream);
   s.params.temperature.copy_(params.temperature);
   s.params.top_k.copy_(params.top_k);
   s.params.seed.copy_(params.seed);
   const auto reset = [&] {
     s.tokens.copy_(at::tensor(tokens, at::kInt).unsqueeze(1));
-    s.pos.fill_(pos);
+    s.pos.copy_(at::tensor(pos, at::kInt));
     s.step.zero_();
   };
+  s.slot.copy_(at::tensor(slot, at::kInt));
   reset();
   if (!s.graph.captured()) {
     s.run_step();  // the replay writes the same again
@@ -109,6 +111,13 @@ std::vector<int32_t> DecodeGraph::read() {
   s.events[static_cast<size_t>(at)].synchronize();
   const int32_t* row = s.history.const_data_ptr<int32_t>() + at * s.history.size(1);
   return {row, row + s.history.size(1)};
+}
+
+Tensor DecodeGraph::logits(int64_t rows) {
+  State& s = *state_;
+  TORCH_CHECK(s.done == s.launched, "logits() with an unread decode step, which overwrites them");
+  const c10::cuda::CUDAStreamGuard guard(s.stream);
+  return s.model.step_logits(rows).clone();
 }
 
 void DecodeGraph::drop() {

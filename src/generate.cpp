@@ -185,14 +185,21 @@ void decode_n_tokens(Decoder& decoder, std::vector<int32_t> token, int64_t pos, 
 
 #ifdef GPTFAST_CUDA
 /// The same as one captured step after another: the next one is on its way before the host sees a
-/// token.
+/// token, unless the step's logits are to be kept first.
 void decode_n_tokens(DecodeGraph& graph, const std::vector<int32_t>& token, int64_t pos,
-                     int64_t count, const SamplingParams& params, RowCollector& collector) {
-  graph.start(token, pos, params);
-  if (count > 0) graph.launch();
+                     int64_t count, const SamplingParams& params, const GenerateOptions& options,
+                     RowCollector& collector, std::vector<Tensor>& fed_logits) {
+  const std::vector<int32_t> positions(token.size(), static_cast<int32_t>(pos));
+  std::vector<int32_t> slots(token.size());
+  std::iota(slots.begin(), slots.end(), 0);
+  graph.start(token, positions, slots, params);
+  const int64_t ahead = options.return_logits ? 0 : 1;
+  int64_t launched = 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 1 < count) graph.launch();
-    if (!collector.push(graph.read(), pos + i)) break;
+    for (; launched < std::min(i + 1 + ahead, count); ++launched) graph.launch();
+    const std::vector<int32_t> next = graph.read();
+    if (options.return_logits) fed_logits.push_back(graph.logits(/*rows=*/1));
+    if (!collector.push(next, pos + i)) break;
   }
   graph.drop();
 }
@@ -359,9 +366,9 @@ GenerateResult generate(Transformer& model, const std::vector<int32_t>& prompt,
         result.accept_counts = decode_speculatively(model, prompt, next[0], max_new_tokens, options,
                                                     collector, fed_logits);
 #ifdef GPTFAST_CUDA
-      } else if (go_on && !options.return_logits && !model->reference() &&
-                 DecodeGraph::supported(*model)) {
-        decode_n_tokens(model->decode_graph(B), next, T, max_new_tokens - 1, params, collector);
+      } else if (go_on && !model->reference() && DecodeGraph::supported(*model)) {
+        decode_n_tokens(model->decode_graph(B), next, T, max_new_tokens - 1, params, options,
+                        collector, fed_logits);
 #endif
       } else if (go_on) {
         decode_n_tokens(decoder, next, T, max_new_tokens - 1, options, collector, fed_logits);

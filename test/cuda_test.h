@@ -10,6 +10,7 @@
 
 #include <vector>
 
+#include "gptfast/generate.h"
 #include "gptfast/model.h"
 
 namespace gptfast {
@@ -66,6 +67,27 @@ inline const std::vector<FormatCase> kFormats = {
     {{WeightFormat::kInt4, 64}, at::kBFloat16, kFifteenBit},
     {{WeightFormat::kInt4, 128}, at::kBFloat16, kFifteenBit},
     {{WeightFormat::kInt4, 256}, at::kBFloat16, kFifteenBit},
+};
+
+/// What generate() gives without a captured graph: `tokens` new tokens and the logits of all that
+/// were fed, on the host.
+struct SingleSteps {
+  SingleSteps(Transformer& model, const std::vector<int32_t>& prompt,
+              const GenerateOptions& options) {
+    const SamplingParams params = make_sampling_params(options.sampling, /*batch_size=*/1, kGpu);
+    std::vector<Tensor> rows;
+    Tensor fed = at::tensor(prompt, at::kInt).to(kGpu).unsqueeze(0);
+    for (int64_t pos = 0; std::ssize(tokens) < options.max_new_tokens; pos += rows.back().size(0)) {
+      fed = model->step(fed, at::full({1}, pos, ints()), at::zeros({1}, ints()), params)
+                .clone()
+                .unsqueeze(1);
+      rows.push_back(model->step_logits(tokens.empty() ? std::ssize(prompt) : 1).cpu());
+      tokens.push_back(fed.item<int32_t>());
+    }
+    logits = at::cat(rows);
+  }
+  std::vector<int32_t> tokens;
+  Tensor logits;
 };
 
 }  // namespace gptfast
