@@ -79,6 +79,9 @@ Engine::Engine(Transformer model, int64_t parallel, int64_t ctx_size, int64_t ma
   slots_.resize(static_cast<size_t>(parallel));
   const c10::InferenceMode guard;
   model_->setup_caches(parallel, ctx_size_ + 1);
+#ifdef GPTFAST_CUDA
+  replays_ = !model_->reference() && DecodeGraph::supported(*model_);
+#endif
   thread_ = std::thread([this] { work(); });
 }
 
@@ -107,16 +110,29 @@ bool Engine::submit(const std::vector<std::shared_ptr<Sequence>>& sequences) {
 void Engine::work() {
   const c10::InferenceMode guard;
   while (admit()) {
+    if (const auto error = error_message([&] { decode(); })) {
+      for (Slot& slot : slots_) {
+        if (slot.sequence && slot.next >= 0) fail(slot, *error);
+      }
+      error_message([&] { settle(); });
+    }
     if (Slot* slot = next_prefill()) {
-      const auto error = error_message([&] { prefill_piece(*slot); });
+      const auto error = error_message([&] {
+        settle();
+        prefill_piece(*slot);
+      });
       if (error && slot->sequence) fail(*slot, *error);
     }
-    const auto error = error_message([&] { decode(); });
-    if (!error) continue;
-    for (Slot& slot : slots_) {
-      if (slot.sequence && slot.next >= 0) fail(slot, *error);
-    }
   }
+  error_message([&] { settle(); });
+}
+
+/// Waits for the captured steps under way and forgets whose they are.
+void Engine::settle() {
+#ifdef GPTFAST_CUDA
+  if (std::exchange(unread_, 0) > 0) graph().drop();
+  captured_.clear();
+#endif
 }
 
 bool Engine::admit() {
@@ -201,41 +217,110 @@ void Engine::finish_prompt(Slot& slot, const Tensor& logits) {
   accept(slot, next.item<int32_t>(), logits[0]);
 }
 
-void Engine::decode() {
-  std::vector<Slot*> rows;
+std::vector<Engine::Row> Engine::active() {
+  std::vector<Row> rows;
   for (Slot& slot : slots_) {
-    if (slot.sequence && slot.next >= 0) rows.push_back(&slot);
+    if (slot.sequence && slot.next >= 0) rows.push_back({slot.sequence, &slot});
   }
+  return rows;
+}
+
+void Engine::decode() {
+#ifdef GPTFAST_CUDA
+  if (replays_) return replay();
+#endif
+  const std::vector<Row> rows = active();
   if (rows.empty()) return;
   Tensor next;
-  const Tensor logits = decode_logits(rows, next);
+  const Tensor logits = decode_logits(feed_of(rows), next);
   const Tensor host = next.to(at::kCPU);
+  const auto* tokens = host.const_data_ptr<int32_t>();
+  deliver(rows, {tokens, tokens + rows.size()}, logits);
+}
+
+#ifdef GPTFAST_CUDA
+/// The same by the captured step. The next one is on its way before its tokens are known here
+/// unless it is clear that the rows will be others.
+void Engine::replay() {
+  const std::vector<Row> rows = active();
+  if (unread_ == 0) {
+    if (rows.empty()) return captured_.clear();
+    if (rows != captured_) capture(rows);
+    launch();
+  }
+  if (rows == captured_ && may_run_ahead(rows)) launch();
+  const std::vector<int32_t> tokens = graph().read();
+  --unread_;
+  deliver(captured_, tokens, model_->step_logits(std::ssize(captured_)));
+}
+
+DecodeGraph& Engine::graph() {
+  return *graphs_[captured_.size() - 1];
+}
+
+/// Makes `rows` those of the next launch.
+void Engine::capture(const std::vector<Row>& rows) {
+  captured_ = rows;
+  auto& graph = graphs_[rows.size() - 1];
+  if (!graph) graph = std::make_unique<DecodeGraph>(*model_, std::ssize(rows));
+  const Feed feed = feed_of(rows);
+  graph->start(feed.tokens, feed.pos, feed.slot, feed.params);
+}
+
+void Engine::launch() {
+  graph().launch();
+  ++unread_;
+}
+
+/// True if the step after the one under way will have the same rows, as far as can be known, and
+/// nobody asks for logits, which it would overwrite.
+bool Engine::may_run_ahead(const std::vector<Row>& rows) {
+  return next_prefill() == nullptr && std::all_of(rows.begin(), rows.end(), [](const Row& row) {
+           return row.sequence->logprobs < 0 && row.slot->produced + 1 < row.sequence->max_tokens;
+         });
+}
+#endif
+
+/// To those of `rows` that are still there. logits [rows, V].
+void Engine::deliver(const std::vector<Row>& rows, const std::vector<int32_t>& tokens,
+                     const Tensor& logits) {
   for (size_t row = 0; row < rows.size(); ++row) {
-    ++rows[row]->fed;
-    accept(*rows[row], host.const_data_ptr<int32_t>()[row], logits[static_cast<int64_t>(row)]);
+    Slot& slot = *rows[row].slot;
+    if (slot.sequence != rows[row].sequence) continue;
+    ++slot.fed;
+    accept(slot, tokens[row], logits[static_cast<int64_t>(row)]);
   }
 }
 
-/// Feeds one token of every row. Logits [rows, V] float32; `next` [rows] int32 is sampled from
-/// them.
-Tensor Engine::decode_logits(const std::vector<Slot*>& rows, Tensor& next) {
-  std::vector<int32_t> tokens, pos, slot, top_k;
+Engine::Feed Engine::feed_of(const std::vector<Row>& rows) const {
+  Feed feed;
+  std::vector<int32_t> top_k;
   std::vector<float> temperature;
   std::vector<int64_t> seed;
-  for (const Slot* row : rows) {
-    const SamplingOptions& sampling = row->sequence->sampling;
-    tokens.push_back(row->next);
-    pos.push_back(static_cast<int32_t>(row->fed));
-    slot.push_back(static_cast<int32_t>(index(*row)));
+  for (const Row& row : rows) {
+    const SamplingOptions& sampling = row.sequence->sampling;
+    feed.tokens.push_back(row.slot->next);
+    feed.pos.push_back(static_cast<int32_t>(row.slot->fed));
+    feed.slot.push_back(static_cast<int32_t>(index(*row.slot)));
     top_k.push_back(static_cast<int32_t>(sampling.top_k));
     temperature.push_back(static_cast<float>(sampling.temperature));
     seed.push_back(static_cast<int64_t>(sampling.seed));
   }
-  const SamplingParams params{.temperature = at::tensor(temperature).to(model_->device()),
-                              .top_k = ints(top_k),
-                              .seed = at::tensor(seed).to(model_->device())};
-  const StepRows step{.tokens = ints(tokens).unsqueeze(1), .pos = ints(pos), .slot = ints(slot)};
-  const auto count = static_cast<int64_t>(rows.size());
+  feed.params = {.temperature = at::tensor(temperature),
+                 .top_k = at::tensor(top_k, at::kInt),
+                 .seed = at::tensor(seed, at::kLong)};
+  return feed;
+}
+
+/// Logits [rows, V] float32 after one token of every row; `next` [rows] int32 is sampled from them.
+Tensor Engine::decode_logits(const Feed& feed, Tensor& next) {
+  const SamplingParams params{.temperature = feed.params.temperature.to(model_->device()),
+                              .top_k = feed.params.top_k.to(model_->device()),
+                              .seed = feed.params.seed.to(model_->device())};
+  const StepRows step{.tokens = ints(feed.tokens).unsqueeze(1),
+                      .pos = ints(feed.pos),
+                      .slot = ints(feed.slot)};
+  const int64_t count = std::ssize(feed.tokens);
   if (!model_->reference()) {
     next = model_->step(step.tokens, step.pos, step.slot, params);
     return model_->step_logits(count);
@@ -244,7 +329,7 @@ Tensor Engine::decode_logits(const std::vector<Slot*>& rows, Tensor& next) {
   for (int64_t row = 0; row < count; ++row) {
     logits.push_back(model_->last_logits(step.tokens.narrow(0, row, 1),
                                          step.pos.narrow(0, row, 1).to(at::kLong),
-                                         index(*rows[static_cast<size_t>(row)])));
+                                         feed.slot[static_cast<size_t>(row)]));
   }
   const Tensor all = at::cat(logits).to(at::kFloat).contiguous();
   next = at::empty_like(step.pos);

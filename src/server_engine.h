@@ -1,6 +1,7 @@
 // The thread that computes for all requests of a server.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +18,9 @@
 #include "gptfast/generate.h"
 #include "gptfast/model.h"
 #include "gptfast/sampling.h"
+#ifdef GPTFAST_CUDA
+#include "gptfast/decode_graph.h"
+#endif
 
 namespace gptfast::server {
 
@@ -102,12 +106,37 @@ class Engine {
   void prefill_piece(Slot& slot);
   void finish_prompt(Slot& slot, const Tensor& logits);
   void keep_prompt_logprobs(Slot& slot, const Tensor& logits);
+  /// A sequence that a step computes; `slot` is its own until it ends.
+  struct Row {
+    std::shared_ptr<Sequence> sequence;
+    Slot* slot;
+    bool operator==(const Row&) const = default;
+  };
+  /// What a step of some rows is fed, on the host.
+  struct Feed {
+    std::vector<int32_t> tokens, pos, slot;
+    SamplingParams params;
+  };
+  std::vector<Row> active();
+  Feed feed_of(const std::vector<Row>& rows) const;
   void decode();
-  Tensor decode_logits(const std::vector<Slot*>& rows, Tensor& next);
+  Tensor decode_logits(const Feed& feed, Tensor& next);
+  void deliver(const std::vector<Row>& rows, const std::vector<int32_t>& tokens,
+               const Tensor& logits);
+  void settle();
+#ifdef GPTFAST_CUDA
+  void replay();
+  DecodeGraph& graph();
+  void capture(const std::vector<Row>& rows);
+  void launch();
+  bool may_run_ahead(const std::vector<Row>& rows);
+#endif
   void accept(Slot& slot, int32_t token, const Tensor& logits);
   void finish(Slot& slot, FinishReason reason);
   void fail(Slot& slot, const std::string& message);
-  int64_t index(const Slot& slot) const { return &slot - slots_.data(); }
+  int64_t index(const Slot& slot) const {
+    return &slot - slots_.data();
+  }
   Tensor ints(const std::vector<int32_t>& values) const;
 
   Transformer model_;
@@ -115,6 +144,12 @@ class Engine {
   const int64_t max_queue_;
   const int64_t vocab_size_;
   std::vector<Slot> slots_;  // of the engine's thread alone
+#ifdef GPTFAST_CUDA
+  bool replays_ = false;                                           // all steps are captured ones
+  std::array<std::unique_ptr<DecodeGraph>, kMaxStepRows> graphs_;  // [rows - 1], made when needed
+  std::vector<Row> captured_;  // rows that the graph of so many is set up for; empty: none
+  int64_t unread_ = 0;         // its steps under way
+#endif
 
   std::mutex mutex_;
   std::condition_variable arrived_;
