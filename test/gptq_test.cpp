@@ -106,6 +106,37 @@ TEST(Gptq, ActOrderKeepsTheScalesOfRounding) {
   EXPECT_TRUE(at::equal(result.params.zeros, rounded.zeros));
 }
 
+TEST(Gptq, AGpuGivesTheSameCodes) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
+  const auto [w, h] = random_problem(96, 320);
+  for (const bool act_order : {false, true}) {
+    const GptqOptions options{.groupsize = 64, .act_order = act_order};
+    const GptqWeight cpu = gptq_quantize(w, h, options), gpu = gptq_quantize(w.cuda(), h, options);
+    EXPECT_TRUE(gpu.codes.is_cuda());
+    EXPECT_GE(agreement(pack_nibbles(gpu.codes.cpu()), pack_nibbles(cpu.codes)), 0.995);
+    EXPECT_LT(relative_difference(gpu.params.scales.cpu(), cpu.params.scales), 0.01);
+    EXPECT_NEAR(gpu.error / cpu.error, 1, 0.01);
+  }
+}
+
+TEST(Gptq, AWholeRunOnAGpuHasTheErrorsOfTheCpu) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
+  const TempDir dir;
+  const CalibrationData data{.ids = load_checkpoint(golden("gptq/tiny-gqa.g32.pth"))
+                                        .at("calibration_ids"),
+                             .lengths = at::full({16}, 64, at::kLong)};
+  for (const bool act_order : {false, true}) {
+    GptqRunOptions options{.gptq = {.act_order = act_order}};
+    const fs::path model = golden("tiny-gqa/model.fp32.pth");
+    const auto cpu = quantize_gptq(model, dir / "cpu.pth", data, options);
+    options.device = at::Device(at::kCUDA, 0);
+    const auto gpu = quantize_gptq(model, dir / "gpu.pth", data, options);
+    ASSERT_EQ(gpu.size(), cpu.size());
+    for (size_t i = 0; i < cpu.size(); ++i)
+      EXPECT_NEAR(gpu[i].error / cpu[i].error, 1, 0.01) << cpu[i].name;
+  }
+}
+
 TEST(Gptq, AShortLastGroup) {
   const auto [w, h] = random_problem(16, 80);
   for (const bool act_order : {false, true}) {

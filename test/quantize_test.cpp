@@ -250,6 +250,20 @@ TEST(QuantizeFile, PythonLoadsAFileWithARecord) {
 
 // ---- Bad input
 
+TEST(QuantizeFile, AGpuWritesTheSameFile) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
+  for (const char* name : {"tiny-gqa", "tiny-mha", "tiny-moe"}) {
+    const ModelDir dir(name);
+    for (const WeightFormat format : {WeightFormat::kInt8, WeightFormat::kInt4}) {
+      SCOPED_TRACE(std::string(name) + " " + to_string(format));
+      quantize(dir.model(), dir / "cpu.pth", {.format = format});
+      quantize(dir.model(), dir / "gpu.pth",
+               {.format = format, .device = at::Device(at::kCUDA, 0)});
+      expect_same(load_checkpoint(dir / "gpu.pth"), load_checkpoint(dir / "cpu.pth"));
+    }
+  }
+}
+
 TEST(QuantizeFile, RefusesAQuantizedFile) {
   const ModelDir dir("tiny-mha");
   quantize(dir.model(), dir / "model_int8.pth", {.format = WeightFormat::kInt8});
