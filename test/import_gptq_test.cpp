@@ -253,6 +253,26 @@ TEST(ImportGptq, ActOrder) {
             0.02);
 }
 
+TEST(ImportGptq, AGpuRunsActOrder) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no CUDA device";
+  Fixture fixture({.shuffled = true, .description = gptq_description(4, 64, /*desc_act=*/true)});
+  fixture.write();
+  const fs::path file = fixture.dir / "packed" / "model.pth";
+  convert(fixture.dir / "packed", file, {});
+  Transformer on_cpu = load_model(file, {.precision = at::kFloat});
+  const at::Device device(at::kCUDA, 0);
+  Transformer model = load_model(file, {.precision = at::kBFloat16, .device = device});
+  on_cpu->setup_caches(1, 16);
+  model->setup_caches(1, 16);
+  const Tensor ids = at::arange(4, at::kInt).view({1, 4});
+  const Tensor expected = on_cpu->forward(ids.to(at::kLong), at::arange(4))[0];
+  const Tensor first = at::zeros({1}, at::TensorOptions(device).dtype(at::kInt));
+  model->step(ids.to(device), first, first, make_sampling_params({}, 1, device));
+  EXPECT_LT(relative_difference(model->step_logits(4).cpu(), expected), 0.02);
+  const Tensor forward = model->forward(ids.to(device, at::kLong), at::arange(4).to(device))[0];
+  EXPECT_LT(relative_difference(forward.to(at::kFloat).cpu(), expected), 0.02);
+}
+
 TEST(ImportGptq, OrdersOfQueryKeyAndValueMustAgree) {
   Fixture fixture(
       {.shuffled = true, .one_order_for_qkv = false, .description = gptq_description(4, 64, true)});
