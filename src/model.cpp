@@ -472,7 +472,7 @@ Tensor TransformerImpl::step(const Tensor& tokens, const Tensor& pos, const Tens
   } else {
     ops::sample(rows, b.logits, params, b.next);
   }
-  return b.next;
+  return b.next.narrow(0, 0, pos.numel());
 }
 
 // ---- Rotary embedding
