@@ -11,8 +11,8 @@ namespace {
 constexpr double kDampStep = 10;  // factor by which a damping that proved too little is raised
 constexpr double kMaxPercdamp = 10;
 
-/// What the 16 codes of a group mean: for one column [N] or for a whole weight [N, K]. float32
-/// holding bfloat16 values.
+/// What the 16 codes of a group mean, for all elements of a tensor. float32 holding bfloat16
+/// values.
 struct Codebook {
   Tensor scales, zeros, least;  // least: of the values, code 0
 
@@ -29,6 +29,21 @@ struct Codebook {
   Tensor dequantize(const Tensor& codes) const {
     const Tensor product = ((codes - 8) * scales).to(at::kBFloat16).to(at::kFloat);
     return (product + zeros).to(at::kBFloat16).to(at::kFloat);
+  }
+};
+
+/// For the columns [N] of one group, with a table of the values.
+struct ColumnCodebook : Codebook {
+  Tensor values;  // [N, 16]
+
+  ColumnCodebook(const Tensor& group_scales /* [N] */, const Tensor& group_zeros)
+      : Codebook(group_scales, group_zeros) {
+    const Codebook of_rows(group_scales.unsqueeze(1), group_zeros.unsqueeze(1));
+    values = of_rows.dequantize(at::arange(16, scales.options()));
+  }
+  void dequantize_out(Tensor& out /* [N] */, const Tensor& codes /* [N] int64 */) const {
+    Tensor column = out.unsqueeze(1);
+    at::gather_out(column, values, /*dim=*/1, codes.unsqueeze(1));
   }
 };
 
@@ -87,8 +102,8 @@ GptqWeight round_to_nearest(const Tensor& w, int64_t groupsize) {
   return result;
 }
 
-/// The column loop, on transposed weights so that a column is contiguous. `group_of(column)` gives
-/// the codebook.
+/// The column loop, on transposed weights so that a column is contiguous. `codebook_of(column)`
+/// gives the codebook. On a GPU it takes as long as the launches of its small kernels.
 template <typename CodebookOf>
 void quantize_columns(Tensor& wt /* [K, N] */, const Tensor& upper, int64_t blocksize,
                       CodebookOf codebook_of, Tensor& codes_t, Tensor& dequantized_t /* [K, N] */) {
@@ -99,9 +114,11 @@ void quantize_columns(Tensor& wt /* [K, N] */, const Tensor& upper, int64_t bloc
     Tensor errors = at::empty_like(block);
     for (int64_t i = 0; i < end - begin; ++i) {
       const Tensor column = block[i];
-      const Codebook& codebook = codebook_of(begin + i);
-      const Tensor codes = codebook.quantize(column);
-      const Tensor dequantized = codebook.dequantize(codes);
+      const ColumnCodebook& codebook = codebook_of(begin + i);
+      // Weights whose range overflows give NaN, which indexes no table.
+      const Tensor codes = codebook.quantize(column).nan_to_num_(/*nan=*/0).to(at::kLong);
+      Tensor dequantized = dequantized_t[begin + i];
+      codebook.dequantize_out(dequantized, codes);
       const Tensor row =
           upper[begin + i].slice(0, begin + i, end);  // the factor's row from its diagonal on
       Tensor error = errors[i];
@@ -109,7 +126,6 @@ void quantize_columns(Tensor& wt /* [K, N] */, const Tensor& upper, int64_t bloc
       error.div_(row[0]);
       block.slice(0, i).addr_(row, error, /*beta=*/1, /*alpha=*/-1);
       codes_t[begin + i].copy_(codes);
-      dequantized_t[begin + i].copy_(dequantized);
     }
     if (end < columns) {
       wt.slice(0, end).addmm_(upper.slice(0, begin, end).slice(1, end).t(), errors, /*beta=*/1,
@@ -164,7 +180,7 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
   Tensor wt = (order.defined() ? start.index_select(1, order) : start).t().contiguous();
   Tensor codes_t = at::empty(wt.sizes(), wt.options().dtype(at::kByte));
   Tensor dequantized_t = at::empty_like(wt);
-  std::vector<Codebook> codebooks;
+  std::vector<ColumnCodebook> codebooks;
   if (options.act_order) {
     result.params = group_params(start, options.groupsize);
     for (int64_t g = 0; g < result.params.scales.size(1); ++g)
@@ -173,7 +189,8 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
     const auto* group = groups.const_data_ptr<int64_t>();
     quantize_columns(
         wt, inverse.upper, options.blocksize,
-        [&](int64_t i) -> const Codebook& { return codebooks[group[i]]; }, codes_t, dequantized_t);
+        [&](int64_t i) -> const ColumnCodebook& { return codebooks[group[i]]; }, codes_t,
+        dequantized_t);
     const Tensor back = order.argsort();
     codes_t = codes_t.index_select(0, back);
     dequantized_t = dequantized_t.index_select(0, back);
@@ -182,7 +199,7 @@ GptqWeight gptq_quantize(const Tensor& w, const Tensor& hessian, const GptqOptio
     std::vector<Tensor> zeros;
     quantize_columns(
         wt, inverse.upper, options.blocksize,
-        [&](int64_t i) -> const Codebook& {
+        [&](int64_t i) -> const ColumnCodebook& {
           if (i % options.groupsize == 0) {
             const Tensor group = wt.slice(0, i, std::min(i + options.groupsize, columns)).t();
             const GroupParams params = int4_group_params(group.contiguous(), group.size(1));
