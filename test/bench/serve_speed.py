@@ -58,6 +58,8 @@ def main():
     alone = {n: generate_seconds(bin_folder / "generate", checkpoint, threads, n) for n in (1, NEW_TOKENS)}
     with Serve(bin_folder / "serve", checkpoint, "--parallel", "8", "--num_threads", threads) as server:
         client = Client(server.port)
+        first = client.complete(1, [10 + i % 1000 for i in range(500)])[1]
+        print(f"the first request, a prompt of 500 tokens: {first * 1e3:.0f} ms")
         client.complete(NEW_TOKENS)  # warm-up
         short = statistics.median(client.complete(1)[1] for _ in range(10 * ROUNDS))
         health = statistics.median(client.health() for _ in range(10 * ROUNDS))
