@@ -109,8 +109,6 @@ bool Engine::submit(const std::vector<std::shared_ptr<Sequence>>& sequences) {
 
 void Engine::work() {
   const c10::InferenceMode guard;
-  if (const auto error = error_message([&] { warm_up(); }))
-    std::fprintf(stderr, "warming up failed: %s\n", error->c_str());
   while (admit()) {
     if (const auto error = error_message([&] { decode(); })) {
       for (Slot& slot : slots_) {
@@ -127,15 +125,6 @@ void Engine::work() {
     }
   }
   error_message([&] { settle(); });
-}
-
-/// The first matrix products of a thread on a GPU load their library, which takes a second or two
-/// (1.5 on an H200) that no prompt should wait.
-void Engine::warm_up() {
-  if (!model_->device().is_cuda()) return;
-  const int64_t size = std::min(kPrefillPiece, ctx_size_);
-  const Tensor pos = at::arange(size, at::TensorOptions(model_->device()).dtype(at::kLong));
-  model_->last_logits(at::zeros_like(pos).unsqueeze(0), pos);
 }
 
 /// Waits for the captured steps under way and forgets whose they are.

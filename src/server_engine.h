@@ -101,7 +101,6 @@ class Engine {
   };
 
   void work();
-  void warm_up();
   bool admit();  // false: the engine is to end
   Slot* next_prefill();
   void prefill_piece(Slot& slot);
